@@ -17,7 +17,7 @@ _STEERED = ("_dryrun", "_demo")
 _SLACK_LINES = 150  # below its budget a part may be by so many
 
 # Of 2026-11-27, with docstrings, comments and empty lines.
-BUDGET_LINES = {"library": 43_651, "dry run and demo": 13_105, "simulator": 14_946}
+BUDGET_LINES = {"library": 43_498, "dry run and demo": 13_105, "simulator": 14_946}
 RAISES: list[tuple[str, int, str]] = [  # the part, lines, what they buy
     ("dry run and demo", 23, "what a library compiles on import waits for its first call"),
     ("dry run and demo", 1, "a backward pass may ask for values in a thread that has no frame"),

@@ -159,18 +159,19 @@ def _loan(
     inner: ParameterState, home: Home, loans: Loans, is_lasting: bool, is_watched: bool
 ) -> Lent:
     """Lends a home; for good, and where a caller has it, a copy: he goes on to write."""
-    if is_lasting and inner.has_holder(home, also_shown=not is_watched):
+    homes = inner.homes
+    if is_lasting and (homes.has_views if is_watched else homes.is_held)(home):
         inner.fence()
-        home = inner.copy_of(home)
+        home = homes.copy_of(home)
     if is_lasting:
         home.is_watched = is_watched and (home.is_watched or not lending.is_lasting(home.tensor))
-    num_writes = partial(inner.num_writes_of, home)
+    num_writes = partial(homes.num_writes, home)
     lent = loans.lend(
         home.tensor, home.value, inner.written, is_lasting=is_lasting, num_writes=num_writes
     )
     lent.region = home.region
     if is_lasting and not is_watched:
-        lent.own_bytes = partial(inner.own_bytes, home)
+        lent.own_bytes = partial(homes.own_bytes, home)
     return lent
 
 

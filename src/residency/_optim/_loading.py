@@ -59,9 +59,9 @@ class PreparedLoad:
         """Fills the homes and puts groups, attributes and state in place, whole."""
         done_whole(lambda: self._finish(optimizer, offload.on_host.state, offload.on_host.homes))
         offload.forget_plan()
+        offload.forget_schemas()
 
     def _finish(self, optimizer: Optimizer, state: State, homes: Homes) -> None:
-        state.fence()
         homes.fence()  # a new home's range may have belonged to a copy under way
         state.residents.become(self.resident)
         optimizer.__dict__.update(self.attributes)
@@ -190,7 +190,7 @@ def saved_schema(
     group: dict[str, Any],
     parameter: Tensor,
     saved: Mapping[str, object],
-    known: Schemas,
+    known: Schemas | None = None,
 ) -> Schema | None:
     """Returns what a first step makes for a parameter, which a saved state is to be like.
 

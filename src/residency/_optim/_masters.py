@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from residency._dtensor import local_of, remade
+from residency._dtensor import local_of, locals_of, remade
 from residency._errors import RefusedError
 from residency._storages import sharing
 
@@ -49,7 +49,7 @@ def refuse_shared_masters(parameters: Sequence[Tensor]) -> None:
     Raises:
         RefusedError: Parameters share bytes.
     """
-    groups = sharing([local_of(parameter) for parameter in parameters])
+    groups = sharing(locals_of(parameters))
     if groups:
         shapes = ", ".join(str(tuple(parameters[index].shape)) for index in groups[0])
         raise RefusedError(

@@ -282,8 +282,9 @@ class Offload:
         here = {k: v for k, v in tensors.items() if is_arranged and not v.is_cpu}
         for key, value in {} if here else tensors.items():
             before = None if inner is None else inner.seen(key)
-            is_home = self.host is not None and self.host.homes.has(value)
-            if is_home or needs_device(key, value, before, parameter=parameter, schema=schema):
+            if needs_device(key, value, before, parameter=parameter, schema=schema) or (
+                self.host is not None and self.host.homes.has(value)
+            ):
                 here[key] = value
         may_stay = self.resident_bytes and (is_arranged or parameter in self.resident)
         stays = may_stay and residents.allow(id(parameter), self.kept(parameter, here).values())
@@ -299,7 +300,8 @@ class Offload:
 
     def as_kept(self, value: Tensor, parameter: Tensor) -> Tensor:
         """Returns a state as steps keep it: with a master, in the master's dtype."""
-        return as_masters_state(value, parameter) if self.has_master(parameter) else value
+        has_master = self.master_weights and needs_master(parameter)
+        return as_masters_state(value, parameter) if has_master else value
 
     def _forget_the_gone(self, optimizer: Optimizer) -> None:
         """Drops what is kept for parameters that neither a group nor the state names any more."""
@@ -337,15 +339,19 @@ class Offload:
         known.
         """
         group = optimizer.param_groups[member.group_index]
-        return self.schema_in(optimizer, group, member.parameter, self._schemas)
+        return self.schema_in(optimizer, group, member.parameter)
 
     def schema_in(
-        self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, known: Schemas
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        parameter: Tensor,
+        known: Schemas | None = None,
     ) -> Schema | None:
-        """Returns ``schema_of`` for a group that the optimizer may not have yet; ``known`` are
+        """Returns ``schema_of``; for a group that the optimizer may not have yet, ``known`` are
         those that were found before.
         """
-        return known.of(
+        return (self._schemas if known is None else known).of(
             optimizer,
             self.base,
             group,
@@ -362,6 +368,9 @@ class Offload:
     def forget_plan(self) -> None:
         """Plans anew at the next step."""
         self._plan = None
+
+    def forget_schemas(self) -> None:
+        """Forgets what first steps make: some values of groups are known by identity, and go."""
         self._schemas.clear()
 
 

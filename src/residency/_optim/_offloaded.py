@@ -327,7 +327,7 @@ def _step(optimizer: OffloadedOptimizer, *args: object, **kwargs: object) -> obj
     if call.closure is not None:
         with torch.enable_grad():
             loss = call.closure()
-    adopt_foreign_state(optimizer, offload)
+        adopt_foreign_state(optimizer, offload)
     check_flags(offload.base.__name__, optimizer.param_groups)
     host = offload.on_host
     StreamedStep(optimizer, offload, host.homes, host.state, call.after(loss)).run()

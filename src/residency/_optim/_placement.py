@@ -31,6 +31,7 @@ from residency._optim._state import ParameterState
 from residency._optim._states import State
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema
+from residency._optim._trial._partial_step import is_torchs_own
 from residency._optim._validate import check_flags, device_of
 from residency._optim._whole import done_whole
 from residency._transfer import Move, Mover, is_away, moved_at_once, raw_bytes
@@ -86,6 +87,8 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     ahead = Ahead(homes) if offload.overlaps else None
     offload.host, offload.resident = HostState(homes, state, ahead), residents
     offload.forget_plan()
+    if not is_torchs_own(offload.base):
+        offload.forget_schemas()  # its attributes, which a caller may change, may decide states
     optimizer.state = state
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._dtensor import local_of
+from residency._dtensor import is_sharded, local_of
 from residency._errors import RefusedError
 from residency._optim._homes import Home
 from residency._optim._masters import MASTER, master_like
@@ -116,35 +116,34 @@ class Unit:
     Attributes:
         keys: Of each piece, those of its states in the slot.
         all_keys: How many each piece has, and then the keys.
-        only_key: The one key that each piece has, if that is so.
         views: The states in the slot, in the order of the pieces and their keys.
         seats: Those of the pieces.
         in_groups: The indices of groups, each with the number of pieces that follow each other.
+        sharded: The pieces of sharded parameters.
+        are_whole: Whether each piece is a whole parameter.
     """
 
     pieces: Sequence[Piece]
     keys: list[tuple[str, ...]] = field(default_factory=list)
     all_keys: list[Any] = field(default_factory=list)
-    only_key: str | None = None
     views: list[SlotViews] = field(default_factory=list)
     loads: list[CopyRun] = field(default_factory=list)
     stores: list[CopyRun] = field(default_factory=list)
     num_bytes: int = 0
     seats: list[Seat] = field(init=False)
     in_groups: list[tuple[int, int]] = field(init=False)
+    sharded: list[Piece] = field(init=False)
+    are_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.seats = [piece.seat for piece in self.pieces]
         runs = groupby(piece.group_index for piece in self.pieces)
         self.in_groups = [(index, len(list(run))) for index, run in runs]
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether each piece is a whole parameter."""
-        return len(self.pieces) != 1 or self.pieces[0].is_whole  # a cut goes alone
+        self.sharded = [piece for piece in self.pieces if is_sharded(piece.parameter)]
+        self.are_whole = len(self.pieces) != 1 or self.pieces[0].is_whole  # a cut goes alone
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """The order of one step.
 
@@ -153,20 +152,22 @@ class Plan:
         streamed: Units whose state exists.
         fresh: Units with parameters whose state this step makes; stepped last, one buffer each.
         seats: Of the members, in their order.
+        is_one_list: Whether all parameters go through one step, whole and in their order, as
+            without an offload.
+        slot_bytes: The bytes of a device buffer that holds any streamed unit.
     """
 
     resident: Unit
     streamed: tuple[Unit, ...]
     fresh: tuple[Unit, ...]
     seats: tuple[Seat, ...]
+    is_one_list: bool = field(init=False)
+    slot_bytes: int = field(init=False)
 
-    @property
-    def is_one_list(self) -> bool:
-        """Whether all parameters go through one step, whole and in their order, as without an
-        offload.
-        """
+    def __post_init__(self) -> None:
         units = [unit for unit in (self.resident, *self.streamed, *self.fresh) if unit.pieces]
-        return len(units) == 1 and len(units[0].pieces) == len(self.seats)
+        self.is_one_list = len(units) == 1 and len(units[0].pieces) == len(self.seats)
+        self.slot_bytes = max((unit.num_bytes for unit in self.streamed), default=0)
 
     def seat(self, parameters: Sequence[Tensor], inners: Sequence[ParameterState | None]) -> None:
         """Gives the plan the parameters of a step, which are those that it was made for, with their
@@ -179,11 +180,6 @@ class Plan:
         """Lets go of the parameters."""
         for seat in self.seats:
             seat.parameter = seat.inner = None
-
-    @property
-    def slot_bytes(self) -> int:
-        """The bytes of a device buffer that holds any streamed unit."""
-        return max((unit.num_bytes for unit in self.streamed), default=0)
 
 
 def members_with_gradient(optimizer: Optimizer) -> Members:
@@ -416,8 +412,6 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
             if run.num_bytes and (piece.is_last or not is_shared):
                 stores.append((run, is_padded))
     unit.views = _join_views(views)
-    if len(set(unit.keys)) == 1 and len(unit.keys[0]) == 1:
-        (unit.only_key,) = unit.keys[0]
     unit.all_keys = [*map(len, unit.keys), *chain.from_iterable(unit.keys)]
     unit.loads, unit.stores = _join(loads), _join(stores)
     return unit

@@ -21,7 +21,7 @@ from residency._optim._loading import Entry, PreparedLoad, saved_schema
 from residency._optim._masters import MASTER
 from residency._optim._offload_record import Offload
 from residency._optim._places import Residents, StatePlace
-from residency._optim._trial._first_step import Schema, Schemas
+from residency._optim._trial._first_step import Schema
 from residency._storages import strided_as
 from residency._transfer import Incoming
 
@@ -73,11 +73,9 @@ def receive_state(
         stay resident and are there already none, else their bytes on the device.
     """
     offload.on_host.state.require_own_mappings("Nothing was changed")
-    offload.on_host.state.fence()
     offload.on_host.homes.fence()  # what is read into must have no copy under way
     received = Received(optimizer, offload, states, Residents(offload.resident_bytes))
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    schemas = Schemas()
     meta = torch.device("meta")
     known: dict[Hashable, tuple[Schema | None, dict[str, Tensor]]] = {}
     for parameter, entries in states.items():
@@ -91,7 +89,7 @@ def receive_state(
                     "the saved optimizer has float32 master weights, and this one steps the "
                     "rounded parameters. Nothing was changed: offload it with master_weights=True."
                 )
-            schema = saved_schema(optimizer, offload, group, parameter, likes, schemas)
+            schema = saved_schema(optimizer, offload, group, parameter, likes)
             known[kind] = schema, likes
         schema, likes = known[kind]
         places = offload.places_of(parameter, likes, schema, received.resident)

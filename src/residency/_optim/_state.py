@@ -38,6 +38,7 @@ class ParameterState(_MutableDict):
     """The state of one parameter: a dict whose device tensors live at home.
 
     Attributes:
+        homes: Those of the optimizer.
         homes_by_key: The homes of the values that live on the host between steps.
         written: The event after the newest copy home of these values.
         made_for: The layout of the parameter that the values belong to.
@@ -46,7 +47,7 @@ class ParameterState(_MutableDict):
         template: Versions of the zeros that ``prime`` put here, by key, until a value is placed.
     """
 
-    _homes: Homes
+    homes: Homes
     _owner: int
     _residents: Residents
     homes_by_key: dict[str, Home]
@@ -57,9 +58,9 @@ class ParameterState(_MutableDict):
     written: torch.Event | None
     __slots__ = (
         "__weakref__",
-        "_homes",
         "_owner",
         "_residents",
+        "homes",
         "homes_by_key",
         "is_bound_again",
         "made_for",
@@ -80,7 +81,7 @@ class ParameterState(_MutableDict):
     ) -> ParameterState:
         """Makes the empty state of the parameter with the ``id`` ``owner``."""
         made: ParameterState = dict.__new__(cls)
-        made._homes = homes
+        made.homes = homes
         made._residents = residents
         made._owner = owner
         made.homes_by_key = {}
@@ -99,7 +100,7 @@ class ParameterState(_MutableDict):
     def leave_residents(self) -> None:
         """Gives up the right to stay on the device: the optimizer has this state no more."""
         self._residents.revoke(self._owner)
-        self._homes.version += 1
+        self.homes.version += 1
 
     def check_layout(self, now: Hashable) -> None:
         """Takes note of the parameter's layout, for which values are made from now on.
@@ -121,7 +122,7 @@ class ParameterState(_MutableDict):
         A load may write into them in place (``dcp.load`` does), with or without a new version.
         """
         found = {k: local_of(v) for k, v in dict.items(self) if isinstance(v, Tensor)}
-        if any(map(self._homes.is_written, self.homes_by_key.values())):
+        if any(map(self.homes.is_written, self.homes_by_key.values())):
             return False
         return self.template is not None and all(
             key in found and write_count(found[key]) == version and not found[key].count_nonzero()
@@ -134,12 +135,12 @@ class ParameterState(_MutableDict):
             homes = dict(self.homes_by_key)
             self.clear()
             self.reserved.update(homes)
-            self._homes.version += 1
+            self.homes.version += 1
         self.template = None
 
     def fence(self) -> None:
         """Blocks the host until the values are home."""
-        self._homes.bring_home()
+        self.homes.bring_home()
         if self.written is not None:
             self.written.synchronize()  # the caller reads homes, or writes into them
             self.written = None
@@ -150,7 +151,7 @@ class ParameterState(_MutableDict):
         Raises:
             RefusedError: One was put over other memory.
         """
-        self._homes.require_in_place(self.homes_by_key)
+        self.homes.require_in_place(self.homes_by_key)
 
     def place(self, key: str, value: Any, *, is_streamed: bool = False) -> None:
         """Puts a value where it belongs; the entry shares its bytes with no other.
@@ -171,34 +172,14 @@ class ParameterState(_MutableDict):
     def put(self, key: str, value: Tensor, place: StatePlace, *, copy: bool) -> None:
         """Puts a tensor into its place; one that is there without a home is copied if asked."""
         if place is StatePlace.HOME:
-            self.settle(key, self._homes.fill(self.home_for(key), value))
+            self.settle(key, self.homes.fill(self.home_for(key), value))
             return
-        device = torch.device("cpu") if place is StatePlace.HOST else self._homes.device
+        device = torch.device("cpu") if place is StatePlace.HOST else self.homes.device
         self.put_as_is(key, moved(value, device, copy=copy))
 
     def home_for(self, key: str) -> Home | None:
         """Returns the home that a value has, or that is reserved for it."""
         return self.homes_by_key.get(key) or self.reserved.get(key)
-
-    def is_of(self, homes: Homes) -> bool:
-        """Returns whether the values live in these homes."""
-        return self._homes is homes
-
-    def has_holder(self, home: Home, *, also_shown: bool) -> bool:
-        """Returns whether a caller has a view of a home, or the tensor that he was shown."""
-        return (self._homes.is_held if also_shown else self._homes.has_views)(home)
-
-    def num_writes_of(self, home: Home) -> int:
-        """Returns a number that grows when a caller writes into a home's shown tensor."""
-        return self._homes.num_writes(home)
-
-    def own_bytes(self, home: Home, span: Tensor) -> Tensor:
-        """Returns a home's bytes in memory that one borrower alone has."""
-        return self._homes.own_bytes(home, span)
-
-    def copy_of(self, home: Home) -> Home:
-        """Makes a home with the bytes that another has."""
-        return self._homes.copy_of(home)
 
     def move_to(self, owner: int, reserved: dict[str, Home]) -> None:
         """Becomes the state of the parameter with this ``id``; what stayed on the device streams
@@ -212,7 +193,7 @@ class ParameterState(_MutableDict):
         """Returns the place of a value that is assigned; without room for one more on the device,
         all that stay there go home.
         """
-        if not (self._homes.has(value) or needs_device(key, value, self.seen(key))):
+        if not (self.homes.has(value) or needs_device(key, value, self.seen(key))):
             return StatePlace.HOST
         if self.is_resident:
             others = [each for name, each in self.staying().items() if name != key]
@@ -233,7 +214,7 @@ class ParameterState(_MutableDict):
     def leave_device(self) -> None:
         """Sends the values that stay on the device home; from now on they stream."""
         leaving = self.staying()
-        homes = [self._homes.fill(self.home_for(key), value) for key, value in leaving.items()]
+        homes = [self.homes.fill(self.home_for(key), value) for key, value in leaving.items()]
         self.leave_residents()
         for key, home in zip(leaving, homes, strict=True):
             self.settle(key, home)
@@ -243,9 +224,9 @@ class ParameterState(_MutableDict):
         self.reserved.pop(key, None)
         before = self.homes_by_key.get(key)
         if before is not home:
-            self._homes.enter(home)
+            self.homes.enter(home)
             if before is not None:
-                self._homes.leave(before)
+                self.homes.leave(before)
         self.homes_by_key[key] = home
         dict.__setitem__(self, key, home.value)
 
@@ -262,7 +243,7 @@ class ParameterState(_MutableDict):
     def _leave_home(self, key: str) -> None:
         home = self.homes_by_key.pop(key, None)
         if home is not None:
-            self._homes.leave(home)
+            self.homes.leave(home)
 
     def reorder(self, keys: list[str]) -> None:
         """Puts the keys into the order in which the optimizer makes them; cuts make homes first."""
@@ -291,10 +272,10 @@ class ParameterState(_MutableDict):
         home = self.homes_by_key.get(key)
         if home is None:
             return value
-        apart = self._homes.apart_from_snapshots(home)
+        apart = self.homes.apart_from_snapshots(home)
         if apart is not home:
             self.settle(key, apart)
-        return self._homes.show(apart)
+        return self.homes.show(apart)
 
     def __delitem__(self, key: str) -> None:
         if key not in self:

@@ -67,12 +67,6 @@ class State(defaultdict[Any, Any]):
         states = [each for each in dict.values(self) if isinstance(each, ParameterState)]
         require_own_mappings(states, consequence)
 
-    def fence(self) -> None:
-        """Blocks the host until no copy home is under way."""
-        for inner in dict.values(self):
-            if isinstance(inner, ParameterState):
-                inner.fence()
-
     def __missing__(self, key: Any) -> Any:
         return self.of(key)
 
@@ -80,7 +74,7 @@ class State(defaultdict[Any, Any]):
         if not (isinstance(key, Tensor) and isinstance(value, dict)):
             dict.__setitem__(self, key, value)
             return
-        if isinstance(value, ParameterState) and value.is_of(self._homes):
+        if isinstance(value, ParameterState) and value.homes is self._homes:
             self._bind(key, value)
             return
         inner = self.own(key)

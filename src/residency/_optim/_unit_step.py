@@ -24,7 +24,6 @@ from residency._dtensor import (
     is_sharded,
     local_of,
     locals_of,
-    sharded_among,
     wrapped_like,
 )
 from residency._errors import ResidencyError
@@ -117,12 +116,10 @@ class UnitStep:
         self._made = views_in(slot, unit, at_once=is_known)
         self._is_copied = number < of and not is_known
         # One step takes shards or local tensors: torch's loops over several cannot mix them.
-        has_shards = bool(sharded_among(self._parameters))
-        sharded = [p for p in unit.pieces if has_shards and is_sharded(p.parameter)]
         self._is_local = self._offload.is_local and not any(
-            piece.is_whole and has_partial_gradient(piece.parameter) for piece in sharded
+            piece.is_whole and has_partial_gradient(piece.parameter) for piece in unit.sharded
         )
-        self._is_plain = not sharded and not self._offload.master_weights
+        self._is_plain = not unit.sharded and not self._offload.master_weights
         self._put_in: Sequence[Tensor] = ()
         self._changes: list[_Change] = []
         self._shadow: Shadow | None = None
@@ -140,8 +137,8 @@ class UnitStep:
                 self.written += stay
                 pieces += [piece] * len(stay)
         # A step on shards may count its writes on the wrapper alone.
-        self._watched = [*self.written, *(piece.parameter for piece in sharded)]
-        self._watched_pieces = [*pieces, *sharded]
+        self._watched = [*self.written, *(piece.parameter for piece in unit.sharded)]
+        self._watched_pieces = [*pieces, *unit.sharded]
         self._versions = _versions_of(self._watched)
 
     @property
@@ -302,7 +299,7 @@ class UnitStep:
         for key, value in dict.items(inner):
             if key in views:
                 values[key] = views[key] if self._is_local else wrapped_like(views[key], value)
-            elif is_sharded(value):
+            elif self.unit.sharded and is_sharded(value):
                 local = local_of(value)
                 values[key] = local if self._is_local else wrapped_like(local, value)
             elif not piece.is_last:

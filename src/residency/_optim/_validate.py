@@ -122,17 +122,18 @@ def _check_epsilon(group: dict[str, Any]) -> None:
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
-    if not is_sharded(parameter) and type(parameter) not in (Tensor, torch.nn.Parameter):
+    is_shard = is_sharded(parameter)
+    if not is_shard and type(parameter) not in (Tensor, torch.nn.Parameter):
         raise RefusedError(
             f"{name} has a parameter of type {type(parameter).__name__}; only torch.Tensor, "
             "torch.nn.Parameter and DTensor are supported."
         )
-    bytes_of = type(local_of(parameter).data if is_sharded(parameter) else parameter.data)
+    bytes_of = type(local_of(parameter).data)
     if bytes_of is not Tensor:
         raise RefusedError(
             f"{name} has a parameter over a {bytes_of.__name__}; only plain tensors are supported."
         )
-    if is_sharded(parameter) and name == "Adafactor":
+    if is_shard and name == "Adafactor":
         raise RefusedError(
             "Adafactor has DTensor parameters, which torch's own step cannot take (2.13: its norms "
             "are partial sums in place). Shard with another optimizer."

@@ -66,9 +66,9 @@ class Notices:
         self._fsdp_parts.clear()
         self._optimizers.clear()
 
-    def is_parked(self, tensor: Tensor) -> bool:
-        """Returns whether this parking has the tensor's bytes."""
-        return id(local_of(tensor)) in self._parked
+    def has_parked(self, local: Tensor) -> bool:
+        """Returns whether this parking has the bytes of a plain tensor."""
+        return id(local) in self._parked
 
     def has_state_of(self, optimizer: Optimizer) -> bool:
         """Returns whether this parking has state of the optimizer."""
@@ -81,7 +81,8 @@ class Notices:
 
 def is_parked(tensor: Tensor) -> bool:
     """Returns whether a parking has the tensor's bytes."""
-    return tensor.is_cpu and any(notices.is_parked(tensor) for notices in _standing)
+    local = local_of(tensor)
+    return local.is_cpu and any(notices.has_parked(local) for notices in _standing)
 
 
 register_away(is_parked, is_any=lambda: bool(len(_standing)))
@@ -115,7 +116,7 @@ def _explain(module: nn.Module, error: RuntimeError) -> None:
     """Notes on an error which tensors of the module's own are parked; once, at the innermost."""
     tables = (module._parameters, module._buffers)
     named = [(name, t) for table in tables for name, t in table.items() if t is not None]
-    names = [name for name, tensor in named if is_parked(local_of(tensor))]
+    names = [name for name, tensor in named if is_parked(tensor)]
     noted = any("residency.unpark" in note for note in getattr(error, "__notes__", ()))
     if names and not noted:
         error.add_note(
@@ -125,7 +126,7 @@ def _explain(module: nn.Module, error: RuntimeError) -> None:
 
 
 def _refuse(module: nn.Module) -> None:
-    names = [name for name, p in module.named_parameters() if is_parked(local_of(p))]
+    names = [name for name, p in module.named_parameters() if is_parked(p)]
     if names:
         raise RefusedError(
             f"{', '.join(names[:_MAX_NAMES])}{' and more' * (len(names) > _MAX_NAMES)} of this "
@@ -149,7 +150,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     used = [p for p in parameters if p.grad is not None]
-    num_parked = sum(is_parked(local_of(p)) or is_parked(local_of(p.grad)) for p in used)
+    num_parked = sum(is_parked(p) or is_parked(p.grad) for p in used)
     if num_parked:
         raise RefusedError(
             f"{num_parked} parameters of this {type(optimizer).__name__} are parked on the host: "

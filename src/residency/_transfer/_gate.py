@@ -161,4 +161,4 @@ gates: dict[torch.device, Gate] = {}
 
 def gate_of(device: torch.device) -> Gate:
     """Returns the gate of a device, made at the first call; all callers share it."""
-    return gates.setdefault(device, Gate(device))
+    return gates.get(device) or gates.setdefault(device, Gate(device))

@@ -21,7 +21,7 @@ from residency._checkpoint._disk._manifest import Record
 from residency._checkpoint._document._dtypes import STORED_DTYPES
 from residency._checkpoint._document._encode import SPAN, Leaf
 from residency._checkpoint._document._notes import bytes_note, elsewhere_note, shard_note, view_note
-from residency._dtensor import is_sharded, local_of, shard_offsets
+from residency._dtensor import is_sharded, local_of, shard_offsets, sharded_among
 from residency._errors import RefusedError
 from residency._modes import callers_modes_off
 from residency._transfer import Lent
@@ -138,12 +138,11 @@ def make_blocks(
     known: dict[object, _Format] = {}
     on_device: dict[torch.device, dict[int, int | list[int]]] = {}
     found: list[_Located] = []
+    are_shared = rank is not None or bool(sharded_among([leaf.value for leaf in leaves.values()]))
     for leaf in leaves.values():
         local = local_of(leaf.value) if leaf.lent is None else leaf.lent.tensor
         form = _format_of(leaf, local, known, on_device)
-        if (rank is not None or is_sharded(leaf.value)) and not _is_written_here(
-            leaf, local, special, replicated, rank
-        ):
+        if are_shared and not _is_written_here(leaf, local, special, replicated, rank):
             continue
         number = len(found)
         first, address = 0, ~number  # of one without bytes, which overlaps with none

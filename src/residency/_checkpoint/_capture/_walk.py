@@ -7,12 +7,13 @@ their parameters, so that they find their way back in another order, and in anot
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import ChainMap, Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ from residency._transfer import (
 )
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
+_Found = TypeVar("_Found")
 _APART = "PostLocalSGDOptimizer"  # of torch: lets the ranks' replicas differ between averagings
 
 
@@ -133,7 +135,8 @@ class ParameterName(NamedTuple):
 def parameters_of(tree: object) -> dict[Tensor, ParameterName]:
     """Returns every parameter of the modules of a tree, with its name."""
     found: dict[Tensor, ParameterName] = {}
-    for path, outer in _modules_in(tree, ""):
+    for keys, outer in _found_in(tree, nn.Module):
+        path = functools.reduce(joined, keys, "")
         module = plain_module(outer)
         parameters = dict(module.named_parameters())
         names = clean_names(module, parameters)
@@ -153,30 +156,24 @@ def parameter_names(tree: object) -> dict[Tensor, str]:
 
 
 def optimizers_in(tree: object) -> Iterator[Optimizer]:
-    """Yields the optimizers of a tree, those inside of accelerate's wrappers."""
-    if isinstance(tree, Optimizer):
-        yield plain_optimizer(tree)
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            if type(value) not in PLAIN:
-                yield from optimizers_in(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            if type(value) not in PLAIN:
-                yield from optimizers_in(value)
+    """Returns the optimizers of a tree, those inside of accelerate's wrappers."""
+    return (plain_optimizer(each) for _, each in _found_in(tree, Optimizer))
 
 
-def _modules_in(tree: object, path: str) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(tree, nn.Module):
+def _found_in(
+    tree: object, kind: type[_Found], *path: object
+) -> Iterator[tuple[tuple[object, ...], _Found]]:
+    """Yields the objects of a class in a tree, each with the keys that lead to it."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, kind):
         yield path, tree
     elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            if type(value) not in PLAIN:
-                yield from _modules_in(value, joined(path, key))
+        pairs = tree.items()
     elif isinstance(tree, list | tuple):
-        for index, value in enumerate(tree):
-            if type(value) not in PLAIN:
-                yield from _modules_in(value, joined(path, index))
+        pairs = enumerate(tree)
+    for key, value in pairs:
+        if type(value) not in PLAIN:
+            yield from _found_in(value, kind, *path, key)
 
 
 def _takes_its_values(value: object) -> bool:
@@ -375,6 +372,8 @@ class _StateWalk:
         """Returns the node of what an object's own method takes, where it was: a tensor of a
         device is given to it on one.
         """
+        if type(value) in PLAIN:
+            return self.encoder.node(name, value)
         node = self._value(name, value)
         parked = _parked(value) if is_any_away() else ()
         for each in tensor_nodes(node):

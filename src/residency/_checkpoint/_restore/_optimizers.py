@@ -62,8 +62,8 @@ def plan_optimizer(
     if problem is not None:
         plan.differing.append(Remedied(f"{path}: {problem}"))
         return
-    if has_own_pair(optimizer):  # whose methods expect the state where its steps do
-        eager = True
+    is_own = has_own_pair(optimizer)
+    eager = eager or is_own  # its methods expect the state where its steps do
     by_name: dict[str, Tensor] = {}
     for index, group in enumerate(node["parameters"]):
         mine = optimizer.param_groups[order[index].group]["params"]
@@ -79,7 +79,7 @@ def plan_optimizer(
         group = optimizer.param_groups[order[index].group]
         named = _named_here(saved, group, order[index])
         groups.append((group, plan_group(plan, f"{path}.param_groups.{index}", named, group)))
-    coming = _ComingOptimizer(plan, optimizer, eager, *found, loose, own, groups)
+    coming = _ComingOptimizer(plan, optimizer, eager, is_own, *found, loose, own, groups)
     plan.checks.append(coming.rehearse)
     plan.before.append(coming.make_room)
     plan.after.append(coming.finish)
@@ -90,6 +90,7 @@ class _ComingOptimizer:
     """An optimizer whose restore is planned.
 
     Attributes:
+        is_own: Whether it has methods of its own, which know more than its fields.
         states: What its states will be, for its owner.
         tensors: The name of each stored state.
         others: States that are no tensors.
@@ -102,6 +103,7 @@ class _ComingOptimizer:
     plan: RestorePlan
     optimizer: Optimizer
     eager: bool
+    is_own: bool
     states: Mapping[Tensor, Mapping[str, Incoming | None]]
     tensors: Mapping[tuple[Tensor, str], str]
     others: Mapping[tuple[Tensor, str], SavedValue]
@@ -167,7 +169,7 @@ class _ComingOptimizer:
         reception.finish(values, self.loose(device))
         for group, planned in self.groups:
             put_group(group, planned)
-        if has_own_pair(optimizer):
+        if self.is_own:
             is_plain = isinstance(reception, PlainReception)
             load_through(optimizer, self.own(device), is_plain=is_plain)
         elif owner_of(optimizer) is None:

@@ -25,7 +25,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from residency._dtensor import local_of, write_count
+from residency._dtensor import local_of, locals_of, write_count
 from residency._errors import RefusedError, ResidencyError
 from residency._optim._trial._borrowed import borrowed
 from residency._optim._trial._copies import copied, is_equal, on_host, reachable
@@ -132,7 +132,8 @@ class Shadow:
         _leave_out_of_global_hooks(shadow)
         self._base = base
         shared = (lent, *values, call.values)
-        self._watch = () if is_torchs_own(base) else _watched(optimizer, shared)
+        self._is_torchs = is_torchs_own(base)
+        self._watch = () if self._is_torchs else _watched(optimizer, shared)
 
     def step(self) -> Any:
         """Runs the class' own step."""
@@ -154,7 +155,7 @@ class Shadow:
                 )
         groups = self.optimizer.param_groups
         found = None
-        if not is_torchs_own(self._base):
+        if not self._is_torchs:
             found = borrowed(groups, self.optimizer.state, self._arguments)
         if found is not None:
             raise ResidencyError(
@@ -219,7 +220,7 @@ def tensors_beside(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(p) for p in parameters}
-    spans = {(local_of(p).data_ptr(), local_of(p).numel()) for p in parameters}
+    spans = {(local.data_ptr(), local.numel()) for local in locals_of(parameters)}
     for name, value in values.items():
         for found in reachable(value):
             if not isinstance(found, Tensor) or id(found) in known:
@@ -237,7 +238,7 @@ def refuse_shared_bytes(optimizer: Optimizer, base: type[Optimizer]) -> None:
     Raises:
         RefusedError: One does: a part of a step would change what the others are to see.
     """
-    parameters = [local_of(p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = locals_of([p for group in optimizer.param_groups for p in group["params"]])
     attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN}
     values = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     for names in (attributes, *values):

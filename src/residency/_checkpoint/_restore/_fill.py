@@ -103,29 +103,27 @@ def fill(
     for local in work.written:
         on_device.setdefault(local.device, []).append(local)
     on_host = on_device.pop(torch.device("cpu"), [])
-    devices = on_device.keys()
-    for device, tensors in on_device.items():
-        mover = Mover(device)
+    movers = [Mover(device) for device in on_device]
+    for mover, tensors in zip(movers, on_device.values(), strict=True):
         mover.before_write(tensors)
         mover.follow_to_device()  # work that is queued already may read the targets, or write them
     is_own_ring = ring is None and work.staged_bytes > 0
     if is_own_ring:
-        ring = Staging(ring_bytes_of(work.staged_bytes, staging_bytes), pin=bool(devices))
+        ring = Staging(ring_bytes_of(work.staged_bytes, staging_bytes), pin=bool(movers))
     try:
         # A file is read into the memory of a host tensor, of which autograd would not hear: a
         # graph that kept the tensor's old values would go on with the new ones.
         increment_version(on_host)
         with torch.no_grad():
             _read_in_order(work, checksums, ring, on_bytes)
-            _land_all(devices)
             if ring is not None:
                 _carry(work.of_tensors, ring)
-                _land_all(devices)
+                _land_all(movers)
                 _read_out_of_order(work.out_of_order, checksums, ring)
     finally:
-        _land_all(devices)
+        _land_all(movers)
         if is_own_ring and ring is not None:
-            ring.release(devices)
+            ring.release(on_device)
 
 
 def ring_bytes_of(num_bytes: int, most_bytes: int) -> int:
@@ -133,9 +131,9 @@ def ring_bytes_of(num_bytes: int, most_bytes: int) -> int:
     return min(most_bytes, max(1 << num_bytes.bit_length(), 2 * _SMALLEST_SLOT))
 
 
-def _land_all(devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        Mover(device).land()  # what the caller queues from now on reads the targets
+def _land_all(movers: Iterable[Mover]) -> None:
+    for mover in movers:
+        mover.land()  # what the caller queues from now on reads the targets
 
 
 class Staging:

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from park_lab import NUM_RANKS, batch, bits, block, both_train_alike, equal, local, sharded, two
+from park_lab import (
+    FOLDER,
+    NUM_RANKS,
+    batch,
+    bits,
+    block,
+    both_train_alike,
+    equal,
+    local,
+    sharded,
+    two,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -100,6 +111,26 @@ def a_state_dict_goes_into_a_parked_fsdp2_module() -> None:
         model(batch(3)).sum().backward()
     left, right = ([local(p.grad).cpu() for p in m.parameters()] for m in (source, target))
     assert equal(left, right)
+
+
+@two
+def a_restored_state_waits_for_its_parked_fsdp2_module() -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    with residency.Checkpointer(FOLDER / "waits") as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer}).wait()
+        park(model)
+        fresh = torch.optim.AdamW(model.parameters())
+        checkpointer.restore({"model": model, "optimizer": fresh})
+    for is_parked in (True, False):
+        moments = [local(each["exp_avg"]) for each in fresh.state.values()]
+        assert [each.is_cpu for each in moments] == [is_parked] * len(moments)
+        if is_parked:
+            unpark(model)
+    expected = [local(optimizer.state[p]["exp_avg"]).cpu() for p in model.parameters()]
+    assert equal(expected, [each.cpu() for each in moments])
 
 
 @two

@@ -150,7 +150,7 @@ def is_any_away() -> bool:
 
 def is_away(parameter: Tensor) -> bool:
     """Returns whether a parameter is on the host for a while only."""
-    return parameter.is_cpu and any(says(parameter) for says in _away)
+    return local_of(parameter).is_cpu and any(says(parameter) for says in _away)
 
 
 def waiting_of(optimizer: Optimizer) -> list[Waiting]:
@@ -233,7 +233,8 @@ def _bring(optimizer: Optimizer, state: dict[Any, Any]) -> None:
     found = waiting_of(optimizer)
     if owner_of(optimizer) is not None:  # it was offloaded since: the state has its home
         found = []
-    going = [each for each in found if not each.parameter.is_cpu]
+    # Of a sharded parameter: its own device is that of the mesh, wherever its shard is.
+    going = [each for each in found if not local_of(each.parameter).is_cpu]
     staying = {(id(each.parameter), each.key) for each in found if is_away(each.parameter)}
     num_bytes = sum(local_of(each.tensor).nbytes for each in going)
     if going:

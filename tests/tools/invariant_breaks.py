@@ -27,9 +27,9 @@ BREAKS = (
     ),
     Break(
         "_optim/_overlap/_schedule.py",
-        "tests/optim/test_schedule.py -k passes_and_the_slots",
-        "        return max(self.peak - level - climb, 0)\n",
-        "        return max(self.peak - level, 0)\n",
+        "tests/optim/test_schedule.py -k peak_and_the_slots",
+        "        return -(-slope.climb * (self.cap - self._base) // slope.height)\n",
+        "        return slope.climb\n",
     ),
     Break(
         "_optim/_overlap/_ahead.py",

@@ -142,6 +142,12 @@ class Unit:
         self.sharded = [piece for piece in self.pieces if is_sharded(piece.parameter)]
         self.are_whole = len(self.pieces) != 1 or self.pieces[0].is_whole  # a cut goes alone
 
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the states in the slot, without the ends that align them."""
+        each = ((v.num_views * v.shape.numel(), v.dtype.itemsize) for v in self.views)
+        return sum(count * itemsize for count, itemsize in each)
+
 
 @dataclass(slots=True)
 class Plan:

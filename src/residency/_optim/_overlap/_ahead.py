@@ -10,43 +10,29 @@ happens between its steps.
 [Note: what a unit is] *Coming*, until its step lands the copies to the device; *stepped*, and newer
 than its home; *leaving*, while the copies home read it. A unit that is coming or leaving is as at
 home, and may be dropped at any time, in the order of the streams.
-
-[Note: one stream] Everything here is done on the default stream, on which torch's allocator has the
-blocks and the step its slots, whatever thread or stream a hook runs on.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from residency import _device
-from residency._errors import RaceError
 from residency._optim._homes import Homes
 from residency._optim._overlap import _blocks
-from residency._optim._overlap._schedule import (
-    STEP_BEGINS,
-    STEP_IS_OVER,
-    RoomSchedule,
-    Trigger,
-    TriggerKind,
-)
+from residency._optim._overlap._account import account_of
+from residency._optim._overlap._schedule import Trigger, TriggerKind
 from residency._optim._overlap._triggers import Triggers
 from residency._optim._plan import Plan, Unit
 from residency._optim._state import ParameterState
-from residency._transfer import Flight, Mover, on_default_stream
+from residency._transfer import Flight, Mover
 
-_logger = logging.getLogger("residency")
 _MOST_LOOKS = 8  # at the allocator's blocks in one backward pass, each of which takes milliseconds
 _NO_MILLISECONDS = 0.02  # a wait for copies that have ended
 _SHARE = 1.25  # of an equal part: a forward pass that is shorter than the one before still suffices
@@ -82,9 +68,11 @@ Waits = list[tuple[torch.Event, torch.Event, int]]
 """The events around each wait of a step for a guest, and its bytes."""
 
 
-class _Hole(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Hole:
     """A block of the allocator's, and the units in it."""
 
+    number: int
     memory: Tensor
     guests: list[Guest]
 
@@ -110,8 +98,8 @@ class Ahead:
     """The guests of one optimizer, and when they come and go.
 
     Attributes:
+        account: That of the device.
         figures: See there.
-        schedule: The rooms.
     """
 
     _is_made = False  # of one that an interrupt left half made, which has nothing here
@@ -122,17 +110,18 @@ class Ahead:
         homes.ahead = weakref.ref(self)
         self._blocks: list[_Hole] = []
         self._plan: Plan | None = None
-        self._lock = threading.RLock()  # hooks of a backward pass run on a thread of autograd's
         self._num_looks = 0
-        self._level = self._level_seen = 0
+        self._level_seen = 0
         self._share = 0
+        self._num_forward = self._num_forward_before = 0
         self._num_backward = self._num_backward_before = 0
         self._waits: deque[Waits] = deque(maxlen=2)
         self._late_bytes = 0
-        self._triggers = Triggers(self.at)
-        self._is_off = False
-        self.schedule = RoomSchedule()
+        self.account = account_of(homes.device)
+        self._number = next(self.account.numbers)
+        self._triggers = Triggers(self.at, self.account.numbers)
         self.figures = Figures()
+        self.account.join(self)
         self._is_made = True
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -145,71 +134,59 @@ class Ahead:
         return sum(block.memory.numel() for block in self._blocks)
 
     @property
+    def oldest(self) -> int | None:
+        """The number of the block that was taken first."""
+        return self._blocks[0].number if self._blocks else None
+
+    @property
     def _guests(self) -> Iterator[Guest]:
         return (guest for block in self._blocks for guest in block.guests)
 
     # ------------------------------------------------------------------------------------- triggers
 
     def at(self, trigger: Trigger) -> None:
-        """Moves state at a trigger; does nothing while another thread moves some."""
-        if self._is_off or not self._lock.acquire(blocking=False):
-            return
-        try:
-            if _device.is_capturing(self._device):
-                return
-            with self._on_default_stream() as mover:
-                room = self._room_at(trigger)
-                self._drop_to(room, mover)
-                if trigger.kind == TriggerKind.FORWARD:
-                    self._num_looks = self._level_seen = 0
-                    self._send(self._guests, mover, self._share)
-                elif trigger.kind == TriggerKind.BACKWARD:
-                    self._num_backward += trigger.number == 0
-                    if self._num_backward + 1 >= self._num_backward_before:
-                        self._bring(room, mover)
-        except Exception as error:  # a pass of the caller's, which is not to end for this
-            if _device.is_lost(error) or isinstance(error, RaceError):
-                raise
-            self._is_off = True
-            self._triggers.close()
-            why = f"{type(error).__name__}: {error}"
-            _logger.warning("an offloaded step goes on without overlap: %s", why)
-        finally:
-            self._lock.release()
+        """Passes a trigger of this optimizer's on."""
+        self.account.at(trigger, self)
 
-    def _room_at(self, trigger: Trigger) -> int:
-        held = self.held_bytes
-        allocated, peak = _blocks.allocated_and_peak(self._device)
-        self._level = allocated
-        is_measured = self.schedule.is_measuring
-        room = self.schedule.at(
-            trigger, allocated - held, (peak if is_measured else allocated) - held
-        )
-        if self.schedule.is_measuring:
-            _device.reset_peak(self._device)  # the one register of peaks that torch has
-        return room
+    def forward_passes(self, mover: Mover) -> None:
+        """Sends home the share of a module, whosever it is."""
+        self._num_forward += 1
+        self._num_looks = self._level_seen = 0
+        self._send(self._guests, mover, self._share)
+
+    def gradient_arrives(self, trigger: Trigger, room: int, mover: Mover) -> None:
+        """Brings units in, in the last backward pass before the step."""
+        self._num_backward += trigger.number == self._triggers.first
+        # Without forward passes nothing would take them home before the next ones come.
+        if self._num_forward_before and self._num_backward + 1 >= self._num_backward_before:
+            self._bring(room, mover)
+
+    def stop(self) -> None:
+        """Takes the hooks away."""
+        self._triggers.close()
 
     # ------------------------------------------------------------------------------------- the step
 
     def step_begins(self, plan: Plan) -> dict[int, Guest]:
         """Returns the units of a plan that are here and may stay for its step, by ``id``."""
-        if self._is_off or _device.current_stream(self._device).stream_id != 0:
+        if self.account.is_off or _device.current_stream(self._device).stream_id != 0:
             self.bring_home()
             return {}
-        with self._lock, self._on_default_stream() as mover:
+        with self.account.moving() as mover:
             # A home has moved, another parameter has a gradient, or a step failed.
             if plan is not self._plan or any(guest.is_entered for guest in self._guests):
-                self._drop_to(0, mover)
+                self._drop_all(mover)
                 self._triggers.watch([s.parameter for s in plan.seats if s.parameter is not None])
                 self._plan = plan
             self._triggers.find_modules()
-            room = self._room_at(STEP_BEGINS)
+            room = self.account.room_at(Trigger(TriggerKind.STEP_BEGINS, self._number))
             self._send(self._guests, mover)  # what a step that fails leaves is at home
-            self._drop_to(room, mover)
+            self.account.drop_to(room, mover)
             self._follow_copies_home(mover)
             here = {id(guest.unit): guest for guest in self._guests}
             self.figures.room_bytes = room
-            self.figures.here_bytes = sum(guest.unit.num_bytes for guest in here.values())
+            self.figures.here_bytes = sum(guest.unit.state_bytes for guest in here.values())
+            self._num_forward_before, self._num_forward = self._num_forward, 0
             self._num_backward_before, self._num_backward = self._num_backward, 0
             return here
 
@@ -232,42 +209,29 @@ class Ahead:
 
     def step_is_over(self) -> None:
         """Keeps stepped units on the device, as far as there is room."""
-        if self._is_off:
+        if self.account.is_off:
             return
-        with self._lock, self._on_default_stream() as mover:
-            self._drop_to(self._room_at(STEP_IS_OVER), mover)
+        with self.account.moving() as mover:
+            room = self.account.room_at(Trigger(TriggerKind.STEP_IS_OVER, self._number))
+            self.account.drop_to(room, mover)
             left = sum(guest.unit.num_bytes for guest in self._guests if guest.inners)
-            self._share = int(_SHARE * left / max(self.schedule.num_forward, 1)) + 1
+            self._share = int(_SHARE * left / max(self._num_forward_before, 1)) + 1
 
     # ---------------------------------------------------------------------------------------- moves
 
     def bring_home(self) -> None:
         """Queues the copies home of all that is newer here, and gives all memory back."""
         if self._blocks:
-            with self._lock, self._on_default_stream() as mover:
-                self._drop_to(0, mover)
+            with self.account.moving() as mover:
+                self._drop_all(mover)
 
     def _forget(self) -> None:
         """Gives all memory back, without a copy home: the state is gone."""
-        with self._on_default_stream() as mover:
+        self.account.join(self)  # which has forgotten it by now, and would take it for the run's
+        with self.account.moving() as mover:
             for guest in self._guests:
                 guest.inners = []
-            self._drop_to(0, mover)
-
-    @contextmanager
-    def _on_default_stream(self) -> Iterator[Mover]:
-        """Yields a mover for the default stream; after an error nothing is under way, and all that
-        a step has written is at home. [Note: one stream]
-        """
-        with on_default_stream(self._device):
-            mover = Mover(self._device)
-            try:
-                yield mover
-            except BaseException:
-                mover.settle()
-                self._drop_to(0, mover)
-                mover.settle()
-                raise
+            self._drop_all(mover)
 
     def _send(self, guests: Iterable[Guest], mover: Mover, at_least: int | None = None) -> None:
         """Queues copies home, of at least so many bytes if there are; None sends all."""
@@ -292,17 +256,19 @@ class Ahead:
         if self._homes.newest is not None:
             mover.follow_to_device(self._homes.newest)
 
-    def _drop_to(self, room: int, mover: Mover) -> None:
-        """Gives blocks back, in the order in which they were taken, until the rest has room."""
-        while self._blocks and self.held_bytes > room:
-            block = self._blocks[0]
-            self._send(block.guests, mover)
-            for guest in block.guests:
-                if guest.coming is not None:
-                    mover.land(guest.coming)  # what is freed next must not be written any more
-            mover.let_go([block.memory])
-            self._blocks.remove(block)
-            del block
+    def _drop_all(self, mover: Mover) -> None:
+        while self._blocks:
+            self.drop_oldest(mover)
+
+    def drop_oldest(self, mover: Mover) -> None:
+        """Gives the block back that was taken first, when what is newer in it has gone home."""
+        block = self._blocks[0]
+        self._send(block.guests, mover)
+        for guest in block.guests:
+            if guest.coming is not None:
+                mover.land(guest.coming)  # what is freed next must not be written any more
+        mover.let_go([block.memory])
+        self._blocks.remove(block)
 
     def _bring(self, room: int, mover: Mover) -> None:
         """Takes free blocks and queues the copies of units into them, as far as there is room."""
@@ -310,11 +276,12 @@ class Ahead:
             return
         slot_bytes = self._plan.slot_bytes
         # What has no room at the step would have come for nothing.
-        room = min(room, self.figures.room_bytes) - self.held_bytes
-        is_new = abs(self._level - self._level_seen) >= max(slot_bytes, room // _MOST_LOOKS)
+        room = min(room, self.figures.room_bytes) - self.account.held_bytes
+        level = self.account.level
+        is_new = abs(level - self._level_seen) >= max(slot_bytes, room // _MOST_LOOKS)
         if not slot_bytes or room < slot_bytes or not is_new:
             return
-        self._num_looks, self._level_seen = self._num_looks + 1, self._level
+        self._num_looks, self._level_seen = self._num_looks + 1, level
         if self._homes.held():
             return  # a caller may write into what he was shown
         here = {id(guest.unit) for guest in self._guests}
@@ -334,7 +301,7 @@ class Ahead:
 
     def _load(self, units: Sequence[Unit], memory: Tensor, slot_bytes: int, mover: Mover) -> None:
         slots = [memory.narrow(0, i * slot_bytes, slot_bytes) for i in range(len(units))]
-        block = _Hole(memory, [])
+        block = _Hole(next(self.account.numbers), memory, [])
         self._blocks.append(block)
         mover.follow_to_device()
         self._send(self._guests, mover)

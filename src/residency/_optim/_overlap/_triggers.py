@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,18 @@ class Triggers:
 
     Args:
         tell: Is called at each trigger; what it is bound to is not kept alive.
+        numbers: Gives each parameter a number, which a trigger has of the first of its parameters,
+            and keeps while others come and go.
+
+    Attributes:
+        first: The number of the trigger that a backward pass comes to last.
     """
 
-    def __init__(self, tell: Callable[[Trigger], None]) -> None:
+    def __init__(self, tell: Callable[[Trigger], None], numbers: Iterator[int]) -> None:
         self._listener = weakref.WeakMethod(tell)
+        self._new_numbers = numbers
+        self._own_numbers: dict[int, int] = {}
+        self.first = -1
         self._of_gradients: list[RemovableHandle] = []
         self._of_modules: list[RemovableHandle] = []
         self._numbers: dict[int, int] = {}
@@ -56,17 +64,23 @@ class Triggers:
         _remove(self._of_gradients)
         self._numbers.clear()
         total = max(sum(each.numel() for each in parameters), 1)
-        so_far = 0
-        last = -1
+        so_far = number = 0
+        place = last = -1
+        self.first = -1
         for parameter in parameters:
-            number = so_far * _MOST // total
+            if so_far * _MOST // total > place:
+                place = so_far * _MOST // total
+                if id(parameter) not in self._own_numbers:
+                    self._own_numbers[id(parameter)] = next(self._new_numbers)
+                number = self._own_numbers[id(parameter)]
             so_far += parameter.numel()
             self._numbers[id(parameter)] = number
-            if number > last and parameter.requires_grad:  # else a gradient from before
+            if place > last and parameter.requires_grad:  # else a gradient from before
                 hook = _HookOfGradient(self, Trigger(TriggerKind.BACKWARD, number))
                 add: Any = parameter.register_post_accumulate_grad_hook
                 self._of_gradients.append(add(hook))
-                last = number
+                self.first = number if last < 0 else self.first
+                last = place
         for module in list(self._known):
             self._known[module] = self._number_of(module)
 

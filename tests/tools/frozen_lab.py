@@ -177,7 +177,7 @@ def passes(
     found: list[Tensor] = []
     for _ in range(count):
         model.zero_grad()
-        loss = (forward or model)(batch(device)).square().mean()
+        loss = (model if forward is None else forward)(batch(device)).square().mean()
         loss.backward()
         found += [loss.detach(), *(p.grad.clone() for p in trained(model) if p.grad is not None)]
     return found

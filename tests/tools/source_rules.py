@@ -18,6 +18,7 @@ LAYERS = (
     ("_units",),
     ("_registries",),
     ("_nesting",),
+    ("_whole",),
     ("_commands",),
     ("_lazy",),
     ("_system",),

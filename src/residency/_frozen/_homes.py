@@ -3,8 +3,6 @@
 A home is page-locked memory; the parameter is a view of it for as long as its unit is not in use.
 The unit's storage on the device is one object for good, whose bytes come and go, so that every view
 of it that autograd or a function's context has kept is right whenever the bytes are there.
-Invariant, which ``tests/frozen/test_stop.py`` tries to break: a unit that cannot be moved leaves
-all parameters where they were.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from residency._transfer import (
     align_up,
     copy_across,
     lanes_of,
-    moved_at_once,
     on_lane,
     raw_bytes,
 )
@@ -72,7 +69,7 @@ class FrozenUnit:
         memory: ``uint8``, over the storage on the device, which has no bytes between uses.
         flight: The copy that brings the bytes, from when they are on the device until they go.
         readers: The streams that read them since, by their numbers.
-        num_calls: How many calls of the module are under way.
+        calls: The calls of the module that are under way, by any objects.
         tasks: The backward passes that are within the unit, by torch's numbers.
     """
 
@@ -87,7 +84,7 @@ class FrozenUnit:
         self.memory: Tensor
         self.flight: Flight | None = None
         self.readers: dict[tuple[int, int], torch.Stream] = {}
-        self.num_calls = 0
+        self.calls: set[object] = set()
         self.tasks: set[int] = set()
         self._runs = runs
         self._loaded: list[int] = []
@@ -95,7 +92,7 @@ class FrozenUnit:
     @property
     def is_in_use(self) -> bool:
         """Whether a forward or a backward pass is within the unit."""
-        return bool(self.num_calls or self.tasks)
+        return bool(self.calls or self.tasks)
 
     @property
     def is_stale(self) -> bool:
@@ -142,28 +139,18 @@ def moved_to_host(
     """Makes units of modules: copies their frozen parameters to the host, one unit after another.
 
     Raises:
-        RefusedError: The host has no room. The parameters are on the devices where they were.
+        RefusedError: The host has no room. Of some units all parameters are on the host by now.
     """
     room = max(each.num_bytes for each in found)
     left: list[tuple[StorageWeakRef, int]] = []
-    were_there = {id(f.parameter) for each in found for f in each.frozen if not f.parameter.is_cpu}
     units: list[FrozenUnit] = []
     for index, each in enumerate(found):
-        before = [frozen.parameter.data for frozen in each.frozen]
-        storages = [data.untyped_storage() for data in before if not data.is_cpu]
-        left += [(weak_reference(storage), storage.nbytes()) for storage in storages]
-        del storages
-        try:
-            units.append(_moved(index, each, device, arena, room))
-        except BaseException:
-            for frozen, data in zip(each.frozen, before, strict=True):
-                frozen.parameter.data = data
-            done = [e.parameter for unit in units for e in unit.entries]
-            gone = [p for p in done if id(p) in were_there]
-            for p, data in zip(gone, moved_at_once(gone, device, copy=True), strict=True):
-                p.data = data.detach()
-            raise
-    del before
+        for frozen in each.frozen:
+            if not frozen.parameter.is_cpu:
+                storage = frozen.parameter.untyped_storage()
+                left.append((weak_reference(storage), storage.nbytes()))
+                del storage
+        units.append(_moved(index, each, device, arena, room))
     if held := sum(num_bytes for storage, num_bytes in left if not is_gone(storage)):
         warn(
             f"{format_bytes(held)} of the frozen parameters stay on {device}: other code holds the "

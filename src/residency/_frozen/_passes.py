@@ -34,6 +34,7 @@ from residency._frozen._homes import FrozenUnit
 from residency._frozen._slots import Pass, UnitSlots
 from residency._module_calls import Call
 from residency._storages import storage_key
+from residency._whole import done_whole
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -56,13 +57,12 @@ class _Other(NamedTuple):
 class _Begun:
     """A call of a unit's module that is not over."""
 
-    __slots__ = ("is_counted", "pack", "thread", "unit")
+    __slots__ = ("pack", "thread", "unit")
 
     def __init__(self, unit: FrozenUnit) -> None:
         self.unit = unit
         self.thread = threading.get_ident()
         self.pack: Callable[[Tensor], Any] | None = None
-        self.is_counted = False
 
 
 class UnitPasses:
@@ -95,7 +95,7 @@ class UnitPasses:
                 self._watch((args, kwargs), around[-1], around[:-1])
             output = call(module, *args, **kwargs)
         finally:
-            self._leave(begun)
+            done_whole(partial(self._leave, begun))
         self._watch(output, unit, around)
         return output
 
@@ -131,8 +131,7 @@ class UnitPasses:
             )
         self._slots.bring(unit, _pass_of_now(), around)
         self._begun.append(begun)
-        unit.num_calls += 1
-        begun.is_counted = True
+        unit.calls.add(begun)
         unit.point_here()
         if has_hooks:
             # which are set,
@@ -148,11 +147,8 @@ class UnitPasses:
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if top is not None and top[0] is begun.pack:
                 torch._C._autograd._pop_saved_tensors_default_hooks()  # as above
-        if begun in self._begun:
-            self._begun.remove(begun)
-        if begun.is_counted:
-            begun.is_counted = False
-            unit.num_calls -= 1
+        self._begun = [each for each in self._begun if each is not begun]
+        unit.calls.discard(begun)
         if not unit.is_in_use:
             unit.point_home()
 

@@ -112,7 +112,7 @@ class UnitSlots:
         called now.
         """
         with self._lock:
-            for unit in [each for each in self._here if not each.num_calls]:
+            for unit in [each for each in self._here if not each.calls]:
                 self._drop(unit, Mover(self.device))
 
     def rate(self) -> float | None:
@@ -145,15 +145,14 @@ class UnitSlots:
                     "slots, or with units that are not called within one another."
                 )
         else:
-            self._here.remove(unit)
-            self._here.append(unit)
+            self._here = [*(each for each in self._here if each is not unit), unit]
         stream = _device.current_stream(self.device)
         reader = (stream.stream_id, stream.device_index)
         if reader not in unit.readers:
             assert unit.flight is not None
-            unit.readers[reader] = stream
             begun = mover.mark()
             mover.land(unit.flight)
+            unit.readers[reader] = stream
             self._stalls.append((begun, mover.mark()))
             while self._stalls and self._stalls[0][1].query():
                 self._read_stall()
@@ -180,8 +179,9 @@ class UnitSlots:
     @callers_modes_off()
     def _load(self, unit: FrozenUnit, keep: Sequence[FrozenUnit], mover: Mover) -> bool:
         """Brings a unit to a slot; returns whether one could be had."""
-        if len(self._here) >= self.num_slots:
-            going = (each for each in self._here if each not in keep and not each.num_calls)
+        others = [each for each in self._here if each is not unit]
+        if len(others) >= self.num_slots:
+            going = (each for each in others if each not in keep and not each.calls)
             gone = next(going, None)
             if gone is None:
                 return False
@@ -189,7 +189,7 @@ class UnitSlots:
         try:
             take(unit.memory, self.room, self.device)
             unit.load(mover, timed=True)
-            self._here.append(unit)
+            self._here = [*(each for each in self._here if each is not unit), unit]
         except BaseException:
             mover.settle()
             unit.flight = None
@@ -208,10 +208,11 @@ class UnitSlots:
         for stream in unit.readers.values():
             # What it has queued reads the bytes, and the next copy writes others there.
             mover.follow_to_device(lanes_of(self.device).mark(stream))
-        self._here.remove(unit)
+        # An interrupt between two of these leaves a unit that is there, or one without a copy.
         unit.readers = {}
         unit.flight = None
         release(unit.memory, self.device)
+        self._here = [each for each in self._here if each is not unit]
 
     def _read_stall(self) -> None:
         self._exposed_seconds += seconds_between(*self._stalls.popleft())

@@ -1,4 +1,8 @@
-"""The two ends of the streaming of a model's frozen parameters."""
+"""The two ends of the streaming of a model's frozen parameters.
+
+Invariant, which ``tests/frozen/test_stop.py`` tries to break: a call that fails leaves the whole
+model where it was, on the host or on the device.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ from torch import nn
 from residency import _device
 from residency._errors import InvalidArgumentError, RefusedError
 from residency._frozen import _guards
-from residency._frozen._homes import moved_to_host
+from residency._frozen._homes import FrozenUnit, moved_to_host
 from residency._frozen._passes import UnitPasses
 from residency._frozen._slots import UnitSlots
 from residency._frozen._statistics import FrozenStatistics
 from residency._frozen._units import FoundUnit, units_of
 from residency._transfer import SlabArena, note_visitor
 from residency._units import format_bytes
+from residency._whole import done_whole
 
 
 def stream_frozen(
@@ -89,20 +94,21 @@ class FrozenStream:
         self.units = [each.name for each in found]
         was_on_host = all(tensor.is_cpu for tensor in (*model.parameters(), *model.buffers()))
         self._arena = SlabArena()
-        self._units = moved_to_host(found, device, self._arena)
+        self._units: list[FrozenUnit] = []
         self._passes: UnitPasses | None = None
         try:
+            self._units = moved_to_host(found, device, self._arena)
             self._slots = UnitSlots(self._units, device, slots)
             self._passes = UnitPasses(self._units, self._slots)
             _guards.begin(self._units, self._passes)
             nn.Module.to(model, device)  # all but what streams; some classes refuse their own
+            # What the units had there is in the caller's pool, of which the lane takes nothing.
+            _device.empty_cache(device)
+            note_visitor(self._slots)
         except BaseException:
-            self._end()
+            done_whole(self._end)
             nn.Module.to(model, "cpu" if was_on_host else device)
             raise
-        # What the units had there is in the caller's pool, of which the lane takes nothing.
-        _device.empty_cache(device)
-        note_visitor(self._slots)
 
     @property
     def is_stopped(self) -> bool:
@@ -126,13 +132,13 @@ class FrozenStream:
                 "stop() was called within a forward or backward pass through a streamed unit. "
                 "Nothing was changed; call it between passes."
             )
-        self._end()
+        done_whole(self._end)
 
     def _end(self) -> None:
         _guards.end(self._units)
         if self._passes is not None:
-            self._passes.is_over = True
             self._slots.drop_all()
+            self._passes.is_over = True
 
     def statistics(self) -> FrozenStatistics:
         """Returns the figures so far; waits for copies that are under way."""

@@ -27,8 +27,8 @@ from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema, Schemas
 from residency._optim._trial._partial_step import PRIVATE, is_torchs_own
 from residency._optim._validate import check_flags
-from residency._optim._whole import done_whole
 from residency._transfer import moved_at_once
+from residency._whole import done_whole
 
 
 @dataclass(slots=True)

@@ -32,10 +32,10 @@ from residency._optim._step_patch import remake_step_patch, validate_step_patch
 from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._separable import separability
 from residency._optim._validate import check_groups, device_of
-from residency._optim._whole import done_whole
 from residency._optim._wrappers import reaching_inside
 from residency._transfer import note_owned, state_stays
 from residency._units import parse_bytes
+from residency._whole import done_whole
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

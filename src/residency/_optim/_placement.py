@@ -33,8 +33,8 @@ from residency._optim._trial._borrowed import refuse_borrowed
 from residency._optim._trial._first_step import Schema
 from residency._optim._trial._partial_step import is_torchs_own
 from residency._optim._validate import check_flags, device_of
-from residency._optim._whole import done_whole
 from residency._transfer import Move, Mover, is_away, moved_at_once, raw_bytes
+from residency._whole import done_whole
 
 _SPARE_BUCKETS = 2
 _Values = Mapping[str, Any]

@@ -242,6 +242,7 @@ def test_copies_and_pickles_of_a_parked_module_have_nothing_of_ours(device) -> N
 
 
 def test_the_call_of_modules_is_torchs_own_again_when_nothing_is_parked(device) -> None:
+    gc.collect()  # watches of tests before
     torch_call = nn.Module.__call__
     first, second = (nn.Linear(4, 4).to(device) for _ in range(2))
     park(first)
@@ -259,6 +260,7 @@ def test_the_call_of_modules_is_torchs_own_again_when_nothing_is_parked(device) 
 def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_stays(
     device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # watches of tests before
     torch_call = nn.Module.__call__
     model = nn.Linear(4, 4).to(device)
     ending, beginning = (_guards.Notices({0: object()}) for _ in range(2))
@@ -300,6 +302,7 @@ def test_a_watch_that_begins_in_one_thread_while_the_last_one_ends_in_another_st
 def test_a_function_put_around_the_call_meanwhile_stays(
     device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # watches of tests before
     torch_call = nn.Module.__call__
     model = nn.Linear(4, 4).to(device)
     park(model)

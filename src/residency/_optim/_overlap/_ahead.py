@@ -14,6 +14,7 @@ home, and may be dropped at any time, in the order of the streams.
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections import deque
@@ -33,6 +34,7 @@ from residency._optim._plan import Plan, Unit
 from residency._optim._state import ParameterState
 from residency._transfer import Flight, Mover
 
+_logger = logging.getLogger("residency")
 _MOST_LOOKS = 8  # at the allocator's blocks in one backward pass, each of which takes milliseconds
 _NO_MILLISECONDS = 0.02  # a wait for copies that have ended
 _SHARE = 1.25  # of an equal part: a forward pass that is shorter than the one before still suffices
@@ -115,6 +117,7 @@ class Ahead:
         self._share = 0
         self._num_forward = self._num_forward_before = 0
         self._num_backward = self._num_backward_before = 0
+        self._has_told = False
         self._waits: deque[Waits] = deque(maxlen=2)
         self._late_bytes = 0
         self.account = account_of(homes.device)
@@ -178,7 +181,6 @@ class Ahead:
                 self._drop_all(mover)
                 self._triggers.watch([s.parameter for s in plan.seats if s.parameter is not None])
                 self._plan = plan
-            self._triggers.find_modules()
             room = self.account.room_at(Trigger(TriggerKind.STEP_BEGINS, self._number))
             self._send(self._guests, mover)  # what a step that fails leaves is at home
             self.account.drop_to(room, mover)
@@ -186,6 +188,12 @@ class Ahead:
             here = {id(guest.unit): guest for guest in self._guests}
             self.figures.room_bytes = room
             self.figures.here_bytes = sum(guest.unit.state_bytes for guest in here.values())
+            if self._num_backward and not self._num_forward and not self._has_told:
+                self._has_told = True
+                _logger.warning(
+                    "no module that has a parameter began a forward pass, or all are compiled, so "
+                    "overlap=True changes nothing."
+                )
             self._num_forward_before, self._num_forward = self._num_forward, 0
             self._num_backward_before, self._num_backward = self._num_backward, 0
             return here

@@ -21,6 +21,7 @@ SCRIPTS = sorted((ROOT / "examples" / "recipes").glob("*.py"))
 PACKAGES: dict[str, tuple[str, ...]] = {  # beside torch
     "averages.py": (),
     "clean_start.py": (),
+    "lora_of_32b.py": ("peft", "transformers"),
     "make_it_fit.py": ("peft", "transformers"),
     "merge_adapter.py": ("peft", "transformers"),
     "preemption.py": (),

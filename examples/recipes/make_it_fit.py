@@ -22,7 +22,7 @@ LINES = {  # after a line of nanogpt.py: the lines that --fit printed
         "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)\n"
     ),
     "betas=(0.9, 0.95), fused=True)\n": (
-        'residency.offload_optimizer(optimizer, resident="0MiB")  # at once\n'
+        "residency.offload_optimizer(optimizer)  # at once\n"
     ),
 }
 

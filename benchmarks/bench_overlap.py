@@ -80,8 +80,9 @@ def train(
     model.to_empty(device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     if how != "resident":
+        stays = "auto" if how == "auto" else 0
         residency.offload_optimizer(
-            optimizer, bucket=_BUCKET, slots=_SLOTS, overlap=how == "overlapped"
+            optimizer, bucket=_BUCKET, slots=_SLOTS, overlap=how != "streamed", resident=stays
         )
     begun = 0.0
     for length in lengths:

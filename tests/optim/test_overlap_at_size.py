@@ -3,10 +3,13 @@ not, and a run of random lengths needs no larger device for it.
 """
 
 import gc
+import random
 
 import pytest
+import torch
 from benchmarks import bench_overlap
 
+from residency import _device, sim
 from residency._units import MIB
 
 pytestmark = [pytest.mark.sim, pytest.mark.whole]
@@ -39,3 +42,26 @@ def test_the_least_capacity_is_that_of_a_streamed_step(recomputes):
     )
     assert overlapped[0] <= streamed[0] < high
     assert overlapped[1] > 0.5
+
+
+@pytest.fixture
+def _expandable(device):
+    before = _device.allocator_settings()
+    _device.set_allocator_settings("expandable_segments:True")
+    yield
+    _device.set_allocator_settings(before or "expandable_segments:False")
+
+
+@pytest.mark.usefixtures("_expandable")
+@pytest.mark.parametrize("how", ["resident", "auto"])
+def test_state_that_stays_goes_when_a_run_of_random_lengths_grows(how):
+    numbers = random.Random(0)
+    lengths = [numbers.randint(512, 8192) for _ in range(200)]
+    device = sim.enable(5760 * MIB, schedule="eager", dry=True, workspaces=False)
+    torch.accelerator.empty_cache()
+    settings = {"dtype": torch.float32, "recomputes": True}
+    if how == "resident":
+        with pytest.raises(torch.OutOfMemoryError):
+            bench_overlap.train(how, device, lengths, **settings)
+        return
+    bench_overlap.train(how, device, lengths, **settings)

@@ -37,6 +37,7 @@ from residency._transfer import note_owned, state_stays
 from residency._units import parse_bytes
 from residency._whole import done_whole
 
+AUTO = "auto"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _classes: weakref.WeakKeyDictionary[type[Optimizer], type[Optimizer]] = weakref.WeakKeyDictionary()
@@ -62,7 +63,7 @@ def offload_optimizer(
             its old class. Of a wrapper by accelerate's ``prepare``, the one inside is changed;
             its figures are at ``wrapper.optimizer.statistics()``.
         resident: Bytes of state that may stay on the device, taken in group order; a parameter
-            whose state outgrows this limit streams from then on.
+            whose state outgrows this limit streams then. ``"auto"`` takes the room that is left.
         bucket: Bytes of state that move together. None takes 128 MiB; for a small state it takes a
             power of two from 1 MiB on, so that all slots have at most a quarter of the state.
         slots: Buckets that may be on the device at once; 3 lets both copies and the step overlap.
@@ -225,6 +226,15 @@ def parse_bucket(bucket: int | str | None, *, name: str = "bucket") -> int | Non
     return None if bucket is None else parse_bytes(bucket, name=name)
 
 
+def parse_resident(resident: int | str) -> int:
+    """Returns the bytes of a setting ``resident``; 0 for ``"auto"``, which no size limits.
+
+    Raises:
+        InvalidArgumentError: It does not parse.
+    """
+    return 0 if resident == AUTO else parse_bytes(resident, name="resident")
+
+
 def _settings(
     resident: int | str,
     bucket: int | str | None,
@@ -239,13 +249,16 @@ def _settings(
             raise InvalidArgumentError(f"{name} is {value!r}; expected True or False.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise InvalidArgumentError(f"slots is {slots!r}; expected a whole number of at least 1.")
+    if resident == AUTO and not overlap:
+        raise InvalidArgumentError('resident is "auto", which needs overlap=True.')
     sizes = {
-        "resident_bytes": parse_bytes(resident, name="resident"),
+        "resident_bytes": parse_resident(resident),
         "bucket_bytes": parse_bucket(bucket),
         "num_slots": slots,
         "pin": pin,
         "master_weights": master_weights,
         "overlaps": overlap,
+        "keeps": resident == AUTO,
     }
     if sizes["bucket_bytes"] == 0:
         raise InvalidArgumentError("bucket is 0 bytes; expected room for at least one element.")

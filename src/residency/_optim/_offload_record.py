@@ -87,6 +87,7 @@ class Offload:
         logged_for: The device for which the log says what the offload saves; None until it does.
         call: What the newest step was called with, of a class from outside of ``torch.optim``.
         overlaps: Whether state moves under the passes of the run, too.
+        keeps: Whether state stays on the device as far as the run leaves room.
     """
 
     base: type[Optimizer]
@@ -111,6 +112,7 @@ class Offload:
     timeline: Timeline | None = None
     call: StepCall = NO_ARGUMENTS
     overlaps: bool = False
+    keeps: bool = False
     _tried: set[Hashable] = field(default_factory=lambda: {()})
     _plan: Plan | None = None
     _plan_key: tuple[Any, ...] = ()

@@ -142,7 +142,8 @@ class OffloadedOptimizer(Optimizer):
         return OffloadStatistics(
             home_bytes=sum(home.num_bytes for home in homes),
             pinned_bytes=offload.host.homes.arena.slab_bytes if offload.host and offload.pin else 0,
-            resident_bytes=sum(t.numel() * t.element_size() for t in stay),
+            resident_bytes=sum(t.numel() * t.element_size() for t in stay)
+            + (ahead.kept_bytes if ahead is not None else 0),
             slot_bytes=offload.slot_bytes,
             num_slots=offload.num_slots,
             num_buckets=offload.num_buckets,

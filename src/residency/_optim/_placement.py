@@ -84,7 +84,7 @@ def place_state(optimizer: Optimizer, offload: Offload, device: torch.device) ->
     for parameter, expected in announced.items():
         inner = state.peek(parameter) or ()
         homes.reserve(parameter, {key: like for key, like in expected.items() if key not in inner})
-    ahead = Ahead(homes) if offload.overlaps else None
+    ahead = Ahead(homes, keeps=offload.keeps) if offload.overlaps else None
     offload.host, offload.resident = HostState(homes, state, ahead), residents
     offload.forget_plan()
     if not is_torchs_own(offload.base):

@@ -144,9 +144,12 @@ class Unit:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the states in the slot, without the ends that align them."""
-        each = ((v.num_views * v.shape.numel(), v.dtype.itemsize) for v in self.views)
-        return sum(count * itemsize for count, itemsize in each)
+        """The bytes of the states in the slot, without the ends that align them; of a cut, what all
+        cuts of a parameter share counts with the last.
+        """
+        is_last = self.pieces[0].is_last
+        own = (view for view in self.views if is_last or view.shape)
+        return sum(v.num_views * v.shape.numel() * v.dtype.itemsize for v in own)
 
 
 @dataclass(slots=True)

@@ -175,7 +175,8 @@ class StreamedStep:
             if guest := here.get(id(unit)):
                 if guest.coming is not None:
                     self._await(guest.coming)
-                    waits.append((*self._timeline.stalls[-1], unit.num_bytes))
+                    if not guest.stays:
+                        waits.append((*self._timeline.stalls[-1], unit.num_bytes))
                 guest.coming, guest.is_entered = None, True
                 self._mover.before_write([guest.slot])  # its last copies home may read it
                 self._drop(self._step_unit(unit, guest.slot, guest))
@@ -246,6 +247,8 @@ class StreamedStep:
         What the optimizer's own step has changed is followed up, though an exception comes between.
         """
         step = UnitStep(self._shared, unit, slot, number=self._num_done + 1, of=self._num_units)
+        if guest is not None and guest.inners:
+            step.watch_slot()
         self._mover.before_write(step.written)
         try:
             self._progress.begun = unit.pieces
@@ -267,14 +270,16 @@ class StreamedStep:
             step.collect()
         copies = [*step.fresh]
         is_whole = not copies and step.stores is step.unit.stores
-        stays = guest is not None and is_whole and self._late_bytes <= 0
+        stays = guest is not None and is_whole and (guest.stays or self._late_bytes <= 0)
         if step.slot is not None and step.stores and not stays:
             copies.append((step.slot, step.stores))
         written = self._store(copies) if copies else None
         inners = step.apply(written)
         if guest is not None and is_whole:
             guest.leave(inners if stays else ())
-            self._late_bytes -= step.unit.num_bytes
+            self._late_bytes -= 0 if guest.stays else step.unit.num_bytes
+        elif guest is not None:
+            guest.inners = []  # it has gone home, and goes at the next step
         self._progress.add(step.unit.pieces)
         step.check()
         self._num_done = step.number

@@ -141,6 +141,13 @@ class UnitStep:
         self._watched_pieces = [*pieces, *unit.sharded]
         self._versions = _versions_of(self._watched)
 
+    def watch_slot(self) -> None:
+        """Counts the pieces as begun once the slot is written: it is newer than the homes."""
+        assert self.slot is not None
+        self._watched = [*self._watched, *len(self.unit.pieces) * [self.slot]]
+        self._watched_pieces += self.unit.pieces
+        self._versions = _versions_of(self._watched)
+
     @property
     def is_stepped(self) -> bool:
         """Whether the optimizer's own step ran to its end."""

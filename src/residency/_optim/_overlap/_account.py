@@ -27,6 +27,7 @@ import torch
 from residency import _device
 from residency._errors import RaceError
 from residency._optim._overlap import _blocks
+from residency._optim._overlap._reserve import Reserve
 from residency._optim._overlap._schedule import RoomSchedule, Trigger, TriggerKind
 from residency._transfer import Mover, on_default_stream
 
@@ -38,6 +39,10 @@ class Tenant(Protocol):
 
     @property
     def held_bytes(self) -> int:
+        """The bytes of its blocks, and of the state that stays."""
+
+    @property
+    def passing_bytes(self) -> int:
         """The bytes of its blocks."""
 
     @property
@@ -47,8 +52,14 @@ class Tenant(Protocol):
     def drop_oldest(self, mover: Mover) -> None:
         """Gives that block back."""
 
+    def drop_all(self, mover: Mover) -> None:
+        """Gives all memory back, when what is newer in it has gone home."""
+
     def forward_passes(self, mover: Mover) -> None:
         """Takes note that a module begins its forward pass."""
+
+    def evaluation_begins(self, mover: Mover) -> None:
+        """Takes note of the first module of an evaluation."""
 
     def gradient_arrives(self, trigger: Trigger, room: int, mover: Mover) -> None:
         """Takes note of a gradient of its own."""
@@ -66,6 +77,7 @@ class Account:
         level: What the run had by itself at the newest trigger.
         is_off: Whether an error has ended all overlap on this device.
         numbers: Gives a number to each parameter, optimizer and block.
+        reserve: The room for state that stays.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,6 +88,8 @@ class Account:
         self.numbers = itertools.count()
         self._device = device
         self._tenants: list[weakref.ref[Tenant]] = []
+        self.reserve = Reserve(device)
+        self._is_evaluating = False
         self._own_peak = 0  # since the newest trigger, up to the newest change of blocks
 
     def join(self, tenant: Tenant) -> None:
@@ -89,9 +103,14 @@ class Account:
         return [tenant for ref in self._tenants if (tenant := ref()) is not None]
 
     @property
-    def held_bytes(self) -> int:
-        """The bytes of all blocks."""
-        return sum(tenant.held_bytes for tenant in self.tenants)
+    def passing_bytes(self) -> int:
+        """The bytes of all blocks, without state that stays."""
+        return sum(tenant.passing_bytes for tenant in self.tenants)
+
+    @property
+    def staying_bytes(self) -> int:
+        """The bytes of state that stays."""
+        return sum(tenant.held_bytes - tenant.passing_bytes for tenant in self.tenants)
 
     def at(self, trigger: Trigger, of: Tenant) -> None:
         """Moves state at a trigger; does nothing while another thread moves some.
@@ -108,7 +127,12 @@ class Account:
             with self.moving() as mover:
                 room = self.room_at(trigger)
                 self.drop_to(room, mover)
-                if trigger.kind == TriggerKind.FORWARD:
+                was_evaluating = self._is_evaluating
+                self._is_evaluating = trigger.kind == TriggerKind.OTHER
+                if self._is_evaluating and not was_evaluating:
+                    for tenant in self.tenants:
+                        tenant.evaluation_begins(mover)
+                elif trigger.kind == TriggerKind.FORWARD:
                     for tenant in self.tenants:
                         tenant.forward_passes(mover)
                 elif trigger.kind == TriggerKind.BACKWARD:
@@ -132,7 +156,7 @@ class Account:
 
     def drop_to(self, room: int, mover: Mover) -> None:
         """Gives blocks back, in the order in which they were taken, until the rest has room."""
-        while self.held_bytes > room:
+        while self.passing_bytes > room:
             having = [tenant for tenant in self.tenants if tenant.oldest is not None]
             min(having, key=lambda tenant: tenant.oldest or 0).drop_oldest(mover)
 
@@ -151,12 +175,13 @@ class Account:
                     _device.reset_peak(self._device)  # [Note: whose peak it is]
             except BaseException:
                 mover.settle()
-                self.drop_to(0, mover)
+                for tenant in self.tenants:
+                    tenant.drop_all(mover)
                 mover.settle()
                 raise
 
     def _own_level_and_peak(self) -> tuple[int, int]:
-        held = self.held_bytes
+        held = sum(tenant.held_bytes for tenant in self.tenants)
         allocated, peak = _blocks.allocated_and_peak(self._device)
         level = allocated - held
         return level, max(self._own_peak, peak - held if self.schedule.is_measuring else level)

@@ -33,10 +33,12 @@ from residency._optim._overlap._triggers import Triggers
 from residency._optim._plan import Plan, Unit
 from residency._optim._state import ParameterState
 from residency._transfer import Flight, Mover
+from residency._units import MIB
 
 _logger = logging.getLogger("residency")
 _MOST_LOOKS = 8  # at the allocator's blocks in one backward pass, each of which takes milliseconds
 _NO_MILLISECONDS = 0.02  # a wait for copies that have ended
+_GRAIN, _SEGMENT = 2 * MIB, 20 * MIB  # large segments are multiples; smaller blocks share one
 _SHARE = 1.25  # of an equal part: a forward pass that is shorter than the one before still suffices
 
 
@@ -49,11 +51,13 @@ class Guest:
         coming: The copies to the device, until the step waits for them.
         inners: Whose homes are older than the slot, from the step until the copies home.
         is_entered: Whether a step writes the slot, or has failed in it.
+        stays: Whether it goes home only when it must.
     """
 
-    __slots__ = ("coming", "inners", "is_entered", "slot", "unit")
+    __slots__ = ("coming", "inners", "is_entered", "slot", "stays", "unit")
 
-    def __init__(self, unit: Unit, slot: Tensor) -> None:
+    def __init__(self, unit: Unit, slot: Tensor, *, stays: bool = False) -> None:
+        self.stays = stays
         self.unit = unit
         self.slot = slot
         self.coming: Flight | None = None
@@ -61,7 +65,7 @@ class Guest:
         self.is_entered = False
 
     def leave(self, inners: Iterable[ParameterState]) -> None:
-        """Notes that a step has written the whole slot, and made it newer than these homes."""
+        """Takes note that a step has written the slot, and made it newer than these homes."""
         self.inners = list(inners)
         self.is_entered = False
 
@@ -106,8 +110,11 @@ class Ahead:
 
     _is_made = False  # of one that an interrupt left half made, which has nothing here
 
-    def __init__(self, homes: Homes) -> None:
+    def __init__(self, homes: Homes, *, keeps: bool = False) -> None:
         self._device = homes.device
+        self._keeps = keeps
+        self._kept: list[_Hole] = []  # with one unit in each
+        self._num_steps = self._num_evaluations = 0
         self._homes = homes
         homes.ahead = weakref.ref(self)
         self._blocks: list[_Hole] = []
@@ -128,13 +135,23 @@ class Ahead:
         self._is_made = True
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._is_made and self._blocks and not is_finalizing():
+        if self._is_made and (self._blocks or self._kept) and not is_finalizing():
             self._forget()
 
     @property
     def held_bytes(self) -> int:
+        """The bytes of the blocks that are taken, and of the state that stays."""
+        return self.passing_bytes + sum(block.memory.numel() for block in self._kept)
+
+    @property
+    def passing_bytes(self) -> int:
         """The bytes of the blocks that are taken."""
         return sum(block.memory.numel() for block in self._blocks)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of state that stays."""
+        return sum(guest.unit.state_bytes for block in self._kept for guest in block.guests)
 
     @property
     def oldest(self) -> int | None:
@@ -143,6 +160,10 @@ class Ahead:
 
     @property
     def _guests(self) -> Iterator[Guest]:
+        return (guest for block in (*self._kept, *self._blocks) for guest in block.guests)
+
+    @property
+    def _passing(self) -> Iterator[Guest]:
         return (guest for block in self._blocks for guest in block.guests)
 
     # ------------------------------------------------------------------------------------- triggers
@@ -155,7 +176,13 @@ class Ahead:
         """Sends home the share of a module, whosever it is."""
         self._num_forward += 1
         self._num_looks = self._level_seen = 0
-        self._send(self._guests, mover, self._share)
+        self._send(self._passing, mover, self._share)
+
+    def evaluation_begins(self, mover: Mover) -> None:
+        """Gives up state that stays, as long as few evaluations have shown how far one goes."""
+        self._num_evaluations += 1
+        if self._kept:
+            self._keep_at_most(self._room_to_keep(self._num_evaluations), mover)
 
     def gradient_arrives(self, trigger: Trigger, room: int, mover: Mover) -> None:
         """Brings units in, in the last backward pass before the step."""
@@ -178,12 +205,14 @@ class Ahead:
         with self.account.moving() as mover:
             # A home has moved, another parameter has a gradient, or a step failed.
             if plan is not self._plan or any(guest.is_entered for guest in self._guests):
-                self._drop_all(mover)
+                self.drop_all(mover)
                 self._triggers.watch([s.parameter for s in plan.seats if s.parameter is not None])
                 self._plan = plan
             room = self.account.room_at(Trigger(TriggerKind.STEP_BEGINS, self._number))
-            self._send(self._guests, mover)  # what a step that fails leaves is at home
+            self._send(self._passing, mover)  # what a step that fails leaves is at home
             self.account.drop_to(room, mover)
+            self._num_steps += 1
+            self._keep(mover)
             self._follow_copies_home(mover)
             here = {id(guest.unit): guest for guest in self._guests}
             self.figures.room_bytes = room
@@ -222,16 +251,16 @@ class Ahead:
         with self.account.moving() as mover:
             room = self.account.room_at(Trigger(TriggerKind.STEP_IS_OVER, self._number))
             self.account.drop_to(room, mover)
-            left = sum(guest.unit.num_bytes for guest in self._guests if guest.inners)
+            left = sum(guest.unit.num_bytes for guest in self._passing if guest.inners)
             self._share = int(_SHARE * left / max(self._num_forward_before, 1)) + 1
 
     # ---------------------------------------------------------------------------------------- moves
 
     def bring_home(self) -> None:
         """Queues the copies home of all that is newer here, and gives all memory back."""
-        if self._blocks:
+        if self._blocks or self._kept:
             with self.account.moving() as mover:
-                self._drop_all(mover)
+                self.drop_all(mover)
 
     def _forget(self) -> None:
         """Gives all memory back, without a copy home: the state is gone."""
@@ -239,7 +268,7 @@ class Ahead:
         with self.account.moving() as mover:
             for guest in self._guests:
                 guest.inners = []
-            self._drop_all(mover)
+            self.drop_all(mover)
 
     def _send(self, guests: Iterable[Guest], mover: Mover, at_least: int | None = None) -> None:
         """Queues copies home, of at least so many bytes if there are; None sends all."""
@@ -264,19 +293,66 @@ class Ahead:
         if self._homes.newest is not None:
             mover.follow_to_device(self._homes.newest)
 
-    def _drop_all(self, mover: Mover) -> None:
+    def drop_all(self, mover: Mover) -> None:
+        """Gives all memory back, when what is newer in it has gone home."""
+        self._keep_at_most(0, mover)
         while self._blocks:
             self.drop_oldest(mover)
 
     def drop_oldest(self, mover: Mover) -> None:
         """Gives the block back that was taken first, when what is newer in it has gone home."""
-        block = self._blocks[0]
+        self._drop(self._blocks, 0, mover)
+
+    def _drop(self, blocks: list[_Hole], index: int, mover: Mover) -> None:
+        block = blocks[index]
         self._send(block.guests, mover)
         for guest in block.guests:
             if guest.coming is not None:
                 mover.land(guest.coming)  # what is freed next must not be written any more
         mover.let_go([block.memory])
-        self._blocks.remove(block)
+        if blocks is self._kept:
+            mover.follow_to_device()  # the lane has the memory back, behind all that used it
+        del blocks[index]
+
+    def _room_to_keep(self, num_seen: int) -> int:
+        """Returns the room for this optimizer's state that stays, beside that of the others."""
+        own = self.held_bytes - self.passing_bytes
+        others = self.account.staying_bytes - own
+        return self.account.reserve.room(self.account.level, num_seen) - others
+
+    def _keep_at_most(self, room: int, mover: Mover) -> None:
+        while self._kept and self.held_bytes - self.passing_bytes > room:
+            self._drop(self._kept, -1, mover)
+
+    def _keep(self, mover: Mover) -> None:
+        """Gives units memory in which they stay, as far as the run will ever leave room, and gives
+        up what has none.
+        """
+        if not self._keeps or self._plan is None or not self._plan.slot_bytes:
+            return
+        room = self._room_to_keep(self._num_steps)
+        self._keep_at_most(room, mover)
+        room -= self.held_bytes - self.passing_bytes + _SEGMENT
+        if self._homes.held():
+            return  # a caller may write into what he was shown
+        kept = {id(guest.unit) for block in self._kept for guest in block.guests}
+        for unit in self._plan.streamed:
+            if id(unit) in kept or not unit.loads:
+                continue
+            room -= -(-self._plan.slot_bytes // _GRAIN) * _GRAIN
+            memory = self.account.reserve.take(self._plan.slot_bytes) if room >= 0 else None
+            if memory is None:
+                return
+            self._leave_block(unit, mover)
+            self._load([unit], memory, self._plan.slot_bytes, mover, stays=True)
+
+    def _leave_block(self, unit: Unit, mover: Mover) -> None:
+        """Takes a unit that is at home out of the block that it is in, if it is in one."""
+        for block in self._blocks:
+            for guest in [each for each in block.guests if each.unit is unit]:
+                if guest.coming is not None:
+                    mover.land(guest.coming)  # the block may be given back any time
+                block.guests.remove(guest)
 
     def _bring(self, room: int, mover: Mover) -> None:
         """Takes free blocks and queues the copies of units into them, as far as there is room."""
@@ -284,7 +360,7 @@ class Ahead:
             return
         slot_bytes = self._plan.slot_bytes
         # What has no room at the step would have come for nothing.
-        room = min(room, self.figures.room_bytes) - self.account.held_bytes
+        room = min(room, self.figures.room_bytes) - self.account.passing_bytes
         level = self.account.level
         is_new = abs(level - self._level_seen) >= max(slot_bytes, room // _MOST_LOOKS)
         if not slot_bytes or room < slot_bytes or not is_new:
@@ -307,15 +383,23 @@ class Ahead:
             self._load(units, memory, slot_bytes, mover)
             room -= size
 
-    def _load(self, units: Sequence[Unit], memory: Tensor, slot_bytes: int, mover: Mover) -> None:
+    def _load(
+        self,
+        units: Sequence[Unit],
+        memory: Tensor,
+        slot_bytes: int,
+        mover: Mover,
+        *,
+        stays: bool = False,
+    ) -> None:
         slots = [memory.narrow(0, i * slot_bytes, slot_bytes) for i in range(len(units))]
         block = _Hole(next(self.account.numbers), memory, [])
-        self._blocks.append(block)
+        (self._kept if stays else self._blocks).append(block)
         mover.follow_to_device()
-        self._send(self._guests, mover)
+        self._send(self._passing, mover)
         self._follow_copies_home(mover)
         for unit, slot in zip(units, slots, strict=True):
-            guest = Guest(unit, slot)
+            guest = Guest(unit, slot, stays=stays)
             guest.coming = mover.to_device(run.into(slot) for run in unit.loads)
             block.guests.append(guest)
             self.figures.to_device_bytes += sum(run.num_bytes for run in unit.loads)

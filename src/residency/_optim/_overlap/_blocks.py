@@ -21,10 +21,26 @@ def allocated_and_peak(device: torch.device) -> tuple[int, int]:
     """Returns the bytes that live tensors hold, and the most since the last reset, in one reading
     that takes a third of the time of ``memory_allocated``.
     """
-    # torch.accelerator.memory_stats makes a sorted list of all figures of this one.
-    figures: Any = torch._C._accelerator_getDeviceStats(device.index or 0)  # type: ignore[attr-defined,unused-ignore]
-    held: dict[str, int] = figures["allocated_bytes"]["all"]
+    held: dict[str, int] = _figures(device)["allocated_bytes"]["all"]
     return held["current"], held["peak"]
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Returns the bytes of the allocator's segments."""
+    return int(_figures(device)["reserved_bytes"]["all"]["current"])
+
+
+def _figures(device: torch.device) -> Any:
+    # torch.accelerator.memory_stats makes a sorted list of all figures of this one.
+    return torch._C._accelerator_getDeviceStats(device.index or 0)  # type: ignore[attr-defined,unused-ignore]
+
+
+def stream_of(device: torch.device, address: int) -> object:
+    """Returns the allocator's name of the stream that has the segment with an address."""
+    for segment in _device.memory_segments(device) or ():
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            return segment["stream"]
+    return None
 
 
 def free_blocks(device: torch.device, at_least: int) -> dict[int, int]:

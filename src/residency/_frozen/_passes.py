@@ -34,8 +34,9 @@ from residency._frozen._homes import FrozenUnit
 from residency._frozen._slots import Pass, UnitSlots
 from residency._module_calls import Call
 from residency._storages import storage_key
-from residency._whole import done_whole
 
+# The hooks of saved tensors, without torch's context manager: an interrupt would leave it half way.
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - the stubs do not have it
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -57,12 +58,13 @@ class _Other(NamedTuple):
 class _Begun:
     """A call of a unit's module that is not over."""
 
-    __slots__ = ("pack", "thread", "unit")
+    __slots__ = ("is_left", "pack", "thread", "unit")
 
     def __init__(self, unit: FrozenUnit) -> None:
         self.unit = unit
         self.thread = threading.get_ident()
         self.pack: Callable[[Tensor], Any] | None = None
+        self.is_left = False
 
 
 class UnitPasses:
@@ -90,12 +92,15 @@ class UnitPasses:
         begun = _Begun(unit)
         around = tuple(each.unit for each in self._begun if each.unit is not unit)
         try:
-            self._enter(begun, around)
-            if around:
-                self._watch((args, kwargs), around[-1], around[:-1])
-            output = call(module, *args, **kwargs)
+            try:
+                self._enter(begun, around)
+                if around:
+                    self._watch((args, kwargs), around[-1], around[:-1])
+                output = call(module, *args, **kwargs)
+            finally:
+                self._leave(begun)
         finally:
-            done_whole(partial(self._leave, begun))
+            self._leave(begun)  # an interrupt may have come within, or before, the first
         self._watch(output, unit, around)
         return output
 
@@ -121,8 +126,7 @@ class UnitPasses:
                 "before such a change, and residency.stream_frozen(model) after it."
             )
         # There are no public names (torch 2.11 to 2.13) for: whether hooks may be set,
-        autograd: Any = torch._C._autograd
-        has_hooks: bool = autograd._saved_tensors_hooks_is_enabled()
+        has_hooks: bool = _autograd._saved_tensors_hooks_is_enabled()
         if torch.is_grad_enabled() and not has_hooks:
             raise RefusedError(
                 f"{unit.name} was called while hooks of saved tensors are disabled, as in "
@@ -135,22 +139,25 @@ class UnitPasses:
         unit.point_here()
         if has_hooks:
             # which are set,
-            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            outer = _autograd._top_saved_tensors_default_hooks(True)
             begun.pack = partial(self._pack, outer)
             # and to set them without a context manager, which an interrupt would leave half way.
-            torch._C._autograd._push_saved_tensors_default_hooks(begun.pack, self._unpack)
+            _autograd._push_saved_tensors_default_hooks(begun.pack, self._unpack)
 
     def _leave(self, begun: _Begun) -> None:
+        if begun.is_left:
+            return
         unit = begun.unit
         if begun.pack is not None:
             # An interrupt may have come before they were set. As above.
-            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            top = _autograd._top_saved_tensors_default_hooks(True)
             if top is not None and top[0] is begun.pack:
-                torch._C._autograd._pop_saved_tensors_default_hooks()  # as above
+                _autograd._pop_saved_tensors_default_hooks()  # as above
         self._begun = [each for each in self._begun if each is not begun]
         unit.calls.discard(begun)
         if not unit.is_in_use:
             unit.point_home()
+        begun.is_left = True
 
     # ------------------------------------------------------------------------------------- autograd
 

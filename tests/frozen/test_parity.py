@@ -22,6 +22,7 @@ from frozen_lab import (
     trained,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import residency
 
@@ -258,6 +259,64 @@ def test_it_has_them_with_outputs_in_containers(device: torch.device) -> None:
         return passes(model, device, forward=forward)
 
     assert_alike(make, step, device)
+
+
+def test_blocks_below_the_first_trained_one_come_for_the_forward_pass_alone(
+    device: torch.device,
+) -> None:
+    def make() -> Any:
+        model = net(num_blocks=8)
+        model.blocks[:5].requires_grad_(False)
+        return model
+
+    def step(model: Any, device: torch.device) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            x = batch(device).detach()
+            found += passes(model, device, forward=lambda _, x=x: model(x), count=1)
+        return found
+
+    figures = assert_alike(make, step, device).stream.statistics()
+    assert figures.num_loads < 3 * (8 + 5)  # 3 blocks in backward, and neighbours
+
+
+class _Experts(nn.Module):
+    """A layer that sends each row to one of its experts, and some experts get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 6)
+        self.experts = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x.mean(1)).argmax(-1)
+        found = torch.zeros_like(x)
+        for number in sorted(set(chosen.tolist())):
+            rows = (chosen == number).nonzero().flatten()
+            found = found.index_add(0, rows, self.experts[number](x[rows]))
+        return x + found
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_it_has_them_with_experts_as_units(device: torch.device, use_reentrant: Any) -> None:
+    def make() -> Any:
+        return freeze(nn.ModuleList(_Experts() for _ in range(3)))
+
+    def step(model: Any, device: torch.device) -> list[Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            for layer in model:
+                if use_reentrant is None:
+                    x = layer(x)
+                else:
+                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
+            return x
+
+        return passes(model, device, forward=forward, count=4)
+
+    streamed = assert_alike(
+        make, step, device, units=lambda model: [e for layer in model for e in layer.experts]
+    )
+    assert len(streamed.stream.units) == 18
 
 
 def test_a_write_between_the_passes_is_the_error_that_torch_raises(device: torch.device) -> None:

@@ -26,7 +26,7 @@ HOWS = ("streamed", "overlapped")
 TOKENS = (2048, 4096, 8192, 16384)
 DTYPES = {"4 B": torch.bfloat16, "8 B": torch.float32}
 _BUCKET, _SLOTS = 32 * MIB, 3
-_LINK = 55_000_000_000
+_LINK, _BOTH_WAYS = 55_000_000_000, 101_000_000_000
 _NUM_STEPS = 12  # from the third on, state overlaps; then it finds its rhythm
 _LEAST_STEP = 96 * MIB  # of the search
 
@@ -106,7 +106,7 @@ def seconds(how: str, tokens: int, dtype: torch.dtype) -> float:
     clock = sim.Clock(
         h2d_bytes_per_second=_LINK,
         d2h_bytes_per_second=_LINK,
-        duplex_bytes_per_second=101_000_000_000,
+        duplex_bytes_per_second=_BOTH_WAYS,
         memory_bytes_per_second=3_300_000_000_000,
         operations_per_second=400e12,
     )
@@ -115,6 +115,21 @@ def seconds(how: str, tokens: int, dtype: torch.dtype) -> float:
     found, _ = train(how, device, [tokens] * _NUM_STEPS, dtype=dtype, recomputes=False)
     gc.collect()
     return found
+
+
+def limit(stock: float, dtype: torch.dtype) -> float:
+    """Returns the least seconds of a step whose state goes home under the forward pass, a third of
+    the passes, and comes under the backward pass, if there were room for all of it.
+
+    Args:
+        stock: The seconds of the resident step.
+        dtype: Of the parameters and their state.
+    """
+    with torch.device("meta"):
+        model = Model(1024, 12, 32_000, recomputes=False)
+    state = 2 * dtype.itemsize * sum(each.numel() for each in model.parameters())
+    left = sorted(max(state - _LINK * share * stock, 0) for share in (1 / 3, 2 / 3))
+    return stock + left[0] / (_BOTH_WAYS / 2) + (left[1] - left[0]) / _LINK
 
 
 def least_capacity(how: str, *, recomputes: bool, low: int, high: int) -> tuple[int, float]:
@@ -141,11 +156,13 @@ def main() -> None:
     """Prints both tables."""
     torch.set_num_threads(1)
     print("A step with its passes, as a multiple of the resident one; simulated clock, 55 GB/s.")
-    print(f"{'state':6}{'tokens':>8}{'resident':>12}" + "".join(f"{how:>13}" for how in HOWS))
+    titles = "".join(f"{how:>13}" for how in (*HOWS, "limit"))
+    print(f"{'state':6}{'tokens':>8}{'resident':>12}{titles}")
     for name, dtype in DTYPES.items():
         for tokens in TOKENS:
             stock = seconds("resident", tokens, dtype)
             ratios = [seconds(how, tokens, dtype) / stock for how in HOWS]
+            ratios.append(limit(stock, dtype) / stock)
             row = "".join(f"{ratio:>11.3f} x" for ratio in ratios)
             print(f"{name:6}{tokens:>8}{stock * 1e3:>9.1f} ms{row}", flush=True)
     if "--time" in sys.argv:

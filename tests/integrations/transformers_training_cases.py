@@ -67,6 +67,21 @@ def a_run_and_its_resumption_end_at_the_bits_of_a_stock_run() -> None:
 
 
 @case
+def an_overlapped_run_ends_at_the_bits_of_a_stock_run() -> None:
+    for resident in (0, "auto"):
+        with tempfile.TemporaryDirectory() as folder:
+            plain = trained(tiny_model(), inside(folder))
+            callback = ResidencyCallback(bucket=BUCKET, overlap=True, resident=resident)
+            found = trained(tiny_model(), inside(folder), callback)
+            assert_same(weights(found.model), weights(plain.model))
+            inner = found.optimizer.optimizer
+            assert inner.statistics().ahead_bytes > 0
+            assert_same(inner.state_dict(), plain.optimizer.state_dict())
+    with pytest.raises(residency.InvalidArgumentError, match="overlap=True"):
+        ResidencyCallback(resident="auto")
+
+
+@case
 def a_callback_whose_offload_saves_nothing_warns_once_with_the_bytes() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,

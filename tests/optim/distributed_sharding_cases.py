@@ -94,6 +94,19 @@ def parameters_that_fsdp_keeps_on_the_host_stream_nothing() -> None:
 
 
 @pair
+def an_overlapped_step_of_shards_ends_at_the_same_bits() -> None:
+    for resident in (0, "auto"):
+        settings = {"overlap": True, "resident": resident, "slots": 1}
+        plain = Run(sharded, "fused", offload=False)
+        ours = Run(sharded, "fused", offload=True, **settings)
+        for run in (ours, plain):
+            run.train(range(8), clip=True)
+            run.train(range(8, 11), missing=True)
+        assert any(module._forward_pre_hooks for module in ours.model.modules())
+        assert_same(ours, plain)
+
+
+@pair
 def states_of_shards_leave_the_device() -> None:
     ours = Run(sharded, offload=True)
     ours.train(range(1))

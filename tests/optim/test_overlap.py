@@ -30,6 +30,8 @@ def test_an_overlapped_run_has_the_bits_of_a_resident_one(device, name):
     assert figures.ahead_bytes > 0
     assert figures.room_bytes >= figures.ahead_bytes
     assert figures.step_to_device_bytes < figures.home_bytes
+    assert figures.hidden_bytes > 0
+    assert figures.exposed_bytes >= figures.step_to_device_bytes + figures.step_to_host_bytes
     check_same(run, resident)
 
 

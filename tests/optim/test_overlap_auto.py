@@ -164,6 +164,22 @@ def test_first_evaluations_have_the_room_and_later_ones_leave_the_state(device):
     assert moved[-1] == 0
 
 
+def test_each_byte_that_moves_is_hidden_dropped_or_exposed(device):
+    run = Run(device, "overlap")
+    moved = []
+    for index in range(12):
+        before = run.optimizer.statistics()
+        run.step(is_skipped=index == 8)  # what came for the step that is left out goes again
+        after = run.optimizer.statistics()
+        if index in {8, 9} or after.num_steps == before.num_steps:
+            continue
+        moved.append(after.hidden_bytes + after.exposed_bytes + after.dropped_bytes)
+        device_bytes = after.copied_to_device_bytes - before.copied_to_device_bytes
+        host_bytes = after.copied_to_host_bytes - before.copied_to_host_bytes
+        assert moved[-1] == device_bytes + host_bytes
+    assert len(moved) == 10
+
+
 def test_auto_without_overlap_is_refused():
     optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
     with pytest.raises(InvalidArgumentError, match="overlap=True"):

@@ -10,6 +10,7 @@ from residency._optim._offload import (
     offload_optimizer as offload_optimizer,
     onload_optimizer as onload_optimizer,
     parse_bucket as parse_bucket,
+    parse_resident as parse_resident,
 )
 from residency._optim._offload_record import (
     plain_schema_of as plain_schema_of,

@@ -226,12 +226,14 @@ def parse_bucket(bucket: int | str | None, *, name: str = "bucket") -> int | Non
     return None if bucket is None else parse_bytes(bucket, name=name)
 
 
-def parse_resident(resident: int | str) -> int:
+def parse_resident(resident: int | str, *, overlap: bool) -> int:
     """Returns the bytes of a setting ``resident``; 0 for ``"auto"``, which no size limits.
 
     Raises:
-        InvalidArgumentError: It does not parse.
+        InvalidArgumentError: It does not parse, or is ``"auto"`` without ``overlap``.
     """
+    if resident == AUTO and not overlap:
+        raise InvalidArgumentError('resident is "auto", which needs overlap=True.')
     return 0 if resident == AUTO else parse_bytes(resident, name="resident")
 
 
@@ -249,10 +251,8 @@ def _settings(
             raise InvalidArgumentError(f"{name} is {value!r}; expected True or False.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise InvalidArgumentError(f"slots is {slots!r}; expected a whole number of at least 1.")
-    if resident == AUTO and not overlap:
-        raise InvalidArgumentError('resident is "auto", which needs overlap=True.')
     sizes = {
-        "resident_bytes": parse_resident(resident),
+        "resident_bytes": parse_resident(resident, overlap=overlap),
         "bucket_bytes": parse_bucket(bucket),
         "num_slots": slots,
         "pin": pin,

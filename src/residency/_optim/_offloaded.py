@@ -157,6 +157,10 @@ class OffloadedOptimizer(Optimizer):
             exposed_seconds=times.exposed_seconds() if offload.timeline else None,
             ahead_bytes=moved.here_bytes,
             room_bytes=moved.room_bytes,
+            hidden_bytes=moved.hidden_bytes,
+            exposed_bytes=moved.beside_bytes
+            + sum(num_bytes for _, num_bytes in (*times.loads, *times.stores)),
+            dropped_bytes=moved.dropped_bytes,
             is_simulated=offload.host is not None and _device.is_simulated(),
         )
 

@@ -26,6 +26,9 @@ _MEANINGS = {
     "exposed_seconds": "for which its computation waited for copies",
     "ahead_bytes": "of state that was on the device when the newest step began",
     "room_bytes": "of room that the run's own peak left for it then",
+    "hidden_bytes": "copied under the passes before the newest step, both ways",
+    "exposed_bytes": "copied in the newest step, both ways",
+    "dropped_bytes": "copied to the device under those passes and given up before the step",
 }
 _TIMED = ("to_device_bytes_per_second", "to_host_bytes_per_second", "exposed_seconds")
 _SIMULATED = ", on the simulated accelerator"
@@ -79,6 +82,10 @@ class OffloadStatistics:
         ahead_bytes: Bytes of state that were on the device when the newest step began, with
             ``overlap``: it moved them outside of the step.
         room_bytes: Bytes that the run's own peak left for such state then.
+        hidden_bytes: Bytes copied under the passes before the newest step, in both directions.
+        exposed_bytes: Bytes copied in the newest step, in both directions.
+        dropped_bytes: Bytes copied to the device under those passes, and given up before the step
+            because the run needed the room.
         is_simulated: Whether rates and time are the simulated accelerator's, and so not measured.
     """
 
@@ -98,6 +105,9 @@ class OffloadStatistics:
     exposed_seconds: float | None
     ahead_bytes: int = 0
     room_bytes: int = 0
+    hidden_bytes: int = 0
+    exposed_bytes: int = 0
+    dropped_bytes: int = 0
     is_simulated: bool = False
 
     def __str__(self) -> str:

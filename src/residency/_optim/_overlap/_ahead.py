@@ -92,12 +92,37 @@ class Figures:
         to_host_bytes: Copied home outside of a step.
         room_bytes: The room for state at the beginning of the newest step.
         here_bytes: State that was here then.
+        hidden_bytes: Copied under the passes before it, both ways, without those dropped.
+        dropped_bytes: Of these, copied to the device and given up before the step.
+        beside_bytes: Copied at its begin and its end.
     """
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     room_bytes: int = 0
     here_bytes: int = 0
+    hidden_bytes: int = 0
+    dropped_bytes: int = 0
+    beside_bytes: int = 0
+    _so_far: int = 0  # at the begin or the end of the newest step
+    _num_dropped: int = 0
+
+    def drop(self, num_bytes: int) -> None:
+        """Counts bytes that came for nothing."""
+        self._num_dropped += num_bytes
+
+    def end_passes(self) -> None:
+        """Takes the sums of the passes; a step begins."""
+        self.dropped_bytes, self._num_dropped = self._num_dropped, 0
+        self.hidden_bytes = self._since() - self.dropped_bytes
+
+    def end_step(self) -> None:
+        """Takes the sum of the moves beside the step, which is over."""
+        self.beside_bytes = self._since()
+
+    def _since(self) -> int:
+        before, self._so_far = self._so_far, self.to_device_bytes + self.to_host_bytes
+        return self._so_far - before
 
 
 class Ahead:
@@ -203,6 +228,7 @@ class Ahead:
             self.bring_home()
             return {}
         with self.account.moving() as mover:
+            self.figures.end_passes()
             # A home has moved, another parameter has a gradient, or a step failed.
             if plan is not self._plan or any(guest.is_entered for guest in self._guests):
                 self.drop_all(mover)
@@ -252,6 +278,7 @@ class Ahead:
             room = self.account.room_at(Trigger(TriggerKind.STEP_IS_OVER, self._number))
             self.account.drop_to(room, mover)
             left = sum(guest.unit.num_bytes for guest in self._passing if guest.inners)
+            self.figures.end_step()
             self._share = int(_SHARE * left / max(self._num_forward_before, 1)) + 1
 
     # ---------------------------------------------------------------------------------------- moves
@@ -309,6 +336,7 @@ class Ahead:
         for guest in block.guests:
             if guest.coming is not None:
                 mover.land(guest.coming)  # what is freed next must not be written any more
+                self.figures.drop(sum(run.num_bytes for run in guest.unit.loads))
         mover.let_go([block.memory])
         if blocks is self._kept:
             mover.follow_to_device()  # the lane has the memory back, behind all that used it

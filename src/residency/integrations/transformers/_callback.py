@@ -22,9 +22,9 @@ from residency._optim import (
     offload_optimizer,
     onload_optimizer,
     parse_bucket,
+    parse_resident,
 )
 from residency._park import parked
-from residency._units import parse_bytes
 from residency.integrations._common._framework import hook_in, load_framework, named_with_version
 from residency.integrations.transformers import _evaluation
 from residency.integrations.transformers._adapter import HostFirst, put_on
@@ -61,6 +61,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         slots: As there.
         pin: As there.
         master_weights: As there.
+        overlap: As there.
         outputs_on_host: Whether ``evaluate`` and ``predict`` keep their outputs on the host. Their
             arrays, in ``compute_metrics`` too, equal the stock loop's bit for bit; metrics of each
             batch (``batch_eval_metrics``) get device tensors as ever.
@@ -71,7 +72,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
             `ResidencyTrainerMixin` each ``evaluate`` and ``predict`` has the room at once.
 
     Raises:
-        InvalidArgumentError: A size does not parse.
+        InvalidArgumentError: A size does not parse, or ``resident="auto"`` is without ``overlap``.
 
     Memory:
         Device: the outputs of one batch (the stock loop has the outputs of all); labels and inputs,
@@ -88,6 +89,7 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         slots: int = 3,
         pin: bool = True,
         master_weights: bool = False,
+        overlap: bool = False,
         outputs_on_host: bool = True,
         park_in_evaluation: bool = False,
     ) -> None:
@@ -96,12 +98,14 @@ class ResidencyCallback(TrainerCallback):  # type: ignore[misc]  # is not analys
         self._parks = park_in_evaluation
         self._away: AbstractContextManager[object] | None = None
         self._are_outputs_on_host = outputs_on_host
+        parse_resident(resident, overlap=overlap)  # now, and not when training begins
         self._settings: dict[str, Any] = {
-            "resident": parse_bytes(resident, name="resident"),
+            "resident": resident,
             "bucket": parse_bucket(bucket),
             "slots": slots,
             "pin": pin,
             "master_weights": master_weights,
+            "overlap": overlap,
         }
         self._put: list[HostFirst] = []
         self._entered: dict[str, _Entered] = {}

@@ -136,7 +136,8 @@ class Run:
     def offload(self, optimizer: Any) -> None:
         bucket = self.chance.choice([4096, 20000, "64KiB", "256KiB", None])
         options = {"bucket": bucket, "slots": self.chance.randint(1, 4)}
-        options |= {"pin": some(self.chance, 0.9), "resident": self.chance.choice([0, 0, 0, 30000])}
+        stays = self.chance.choice([0, 0, 30000, "auto"])
+        options |= {"pin": some(self.chance, 0.9), "resident": stays}
         self.log.append(f"offload {options}")
         if self.mode != "stock":
             residency.offload_optimizer(optimizer, overlap=self.mode == "overlap", **options)
@@ -144,7 +145,9 @@ class Run:
         largest = max(p.numel() for group in optimizer.param_groups for p in group["params"])
         if self.name == "Adafactor":
             size = max(size, 8 * largest + 4096)
-        self.bound += Program.size(options["resident"]) + options["slots"] * size
+        # What stays by "auto" has the card for its bound.
+        self.bound += 1 << 40 if stays == "auto" else Program.size(stays)
+        self.bound += options["slots"] * size
 
     def batch(self) -> torch.Tensor:
         size = self.chance.choice([4, 8, 32, 128, 256])

@@ -40,10 +40,12 @@ class Tenant(Protocol):
     @property
     def held_bytes(self) -> int:
         """The bytes of its blocks, and of the state that stays."""
+        ...
 
     @property
     def passing_bytes(self) -> int:
         """The bytes of its blocks."""
+        ...
 
     @property
     def oldest(self) -> int | None:

@@ -39,6 +39,7 @@ REGISTRIES = {
     "_frozen/_guards.py:_here": "a thread's own, a flag",
     "_frozen/_guards.py:_lock": "a lock",
     "_frozen/_guards.py:_units": "weak keys; a unit keeps its module not alive",
+    "_frozen/_passes.py:_autograd": "no registry: a module of torch's",
     "_handoff/_agreement.py:_given_up": "weak",
     "_handoff/_hand_off_job.py:_active": "weak",
     "_park/_park.py:_parkings": "weak keys",

@@ -8,6 +8,7 @@ nor the 61 GiB of the base have to be there.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 
@@ -67,7 +68,8 @@ def main():
         answer = subprocess.run(command + script, stdout=subprocess.PIPE, text=True)
         first, *lines = answer.stdout.splitlines()
         print(f"the base {how}, on one rtx4090: {first.partition(' with')[0]}", flush=True)
-        print(*[line for line in lines if line.startswith("host memory")], sep="\n", flush=True)
+        host = next(line for line in lines if line.startswith("host memory"))
+        print(re.sub(r"\.\d\d GiB", " GiB", host), flush=True)
         assert (answer.returncode == 0) == (how == "streamed")
 
 

@@ -103,7 +103,7 @@ def test_an_argument_that_means_nothing_is_an_error(
 def test_a_unit_larger_than_the_device_is_refused_by_name_and_bytes(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = net(hidden=(40, 200, 8, 960))
+    model = net(num_blocks=16, hidden=(40, 200, 8, 960))
     monkeypatch.setattr(_device, "device_room", lambda device: (0, 500_000))
     with pytest.raises(RefusedError, match=r"2 slots of blocks\.3, .* \(26\d\.\d\d KiB of frozen"):
         residency.stream_frozen(model)

@@ -438,7 +438,6 @@ def test_a_run_that_takes_no_device_imports_no_torch(run_tests) -> None:
         def test_it():
             assert "residency.testing.plugin" in sys.modules
             assert "torch" not in sys.modules
-            residency.testing.settle
             residency.InvalidArgumentError
             assert "torch" not in sys.modules
 

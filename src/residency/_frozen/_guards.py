@@ -50,10 +50,12 @@ def end(units: list[FrozenUnit]) -> None:
 
 
 def streamed_in(model: nn.Module) -> list[FrozenUnit]:
-    """Returns the units in a model, of whatever stream."""
+    """Returns the units of whatever stream that have parameters of a model, or of a part of one."""
     if not len(_units):
         return []
-    return [found[0] for part in model.modules() if (found := _units.get(part)) is not None]
+    own = set(map(id, model.parameters()))
+    units = [unit for unit, _ in list(_units.values())]
+    return [unit for unit in units if any(id(entry.parameter) in own for entry in unit.entries)]
 
 
 def _watch() -> None:

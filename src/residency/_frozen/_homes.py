@@ -71,6 +71,8 @@ class FrozenUnit:
         readers: The streams that read them since, by their numbers.
         calls: The calls of the module that are under way, by any objects.
         tasks: The backward passes that are within the unit, by torch's numbers.
+        lost_write: Whether the bytes on the device were written in a pass, which the host's do not
+            have.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class FrozenUnit:
         self.readers: dict[tuple[int, int], torch.Stream] = {}
         self.calls: set[object] = set()
         self.tasks: set[int] = set()
+        self.lost_write = False
         self._runs = runs
         self._loaded: list[int] = []
 
@@ -108,6 +111,14 @@ class FrozenUnit:
         """Makes the parameters views of the host's bytes."""
         for entry in self.entries:
             entry.parameter.data = entry.home
+
+    def leave(self, uses: set[Any], use: object) -> None:
+        """Ends one of the calls or tasks; with the last, the parameters are at home again."""
+        if use in uses and self.flight is not None:
+            self.lost_write |= self.is_stale
+        uses.discard(use)
+        if not self.is_in_use:
+            self.point_home()
 
     def load(self, mover: Mover, *, timed: bool) -> None:
         """Queues the copy to the device, where the storage has its bytes."""

@@ -101,6 +101,8 @@ class UnitPasses:
                 self._leave(begun)
         finally:
             self._leave(begun)  # an interrupt may have come within, or before, the first
+        if unit.lost_write:
+            self._refuse_misplaced(unit)
         self._watch(output, unit, around)
         return output
 
@@ -120,11 +122,7 @@ class UnitPasses:
                 "stream.stop(), or use the model in one thread."
             )
         self._finish_failed()
-        if (why := unit.misplaced()) is not None:
-            raise RefusedError(
-                f"{why} since its frozen parameters stream from the host. Call stream.stop() "
-                "before such a change, and residency.stream_frozen(model) after it."
-            )
+        self._refuse_misplaced(unit)
         # There are no public names (torch 2.11 to 2.13) for: whether hooks may be set,
         has_hooks: bool = _autograd._saved_tensors_hooks_is_enabled()
         if torch.is_grad_enabled() and not has_hooks:
@@ -154,20 +152,18 @@ class UnitPasses:
             if top is not None and top[0] is begun.pack:
                 _autograd._pop_saved_tensors_default_hooks()  # as above
         self._begun = [each for each in self._begun if each is not begun]
-        unit.calls.discard(begun)
-        if not unit.is_in_use:
-            unit.point_home()
+        unit.leave(unit.calls, begun)
         begun.is_left = True
 
     # ------------------------------------------------------------------------------------- autograd
 
     def _watch(self, value: Any, unit: FrozenUnit, around: tuple[FrozenUnit, ...]) -> None:
         """Begins a unit when the gradient of a tensor in an output has come."""
-        if torch.is_grad_enabled():
-            for tensor in _tensors_in(value):
-                if tensor.grad_fn is not None:
-                    add: Any = tensor.register_hook
-                    add(partial(self._begin, unit, around))
+        for tensor in _tensors_in(value):
+            self._refuse_view(unit, tensor)
+            if tensor.grad_fn is not None and torch.is_grad_enabled():
+                add: Any = tensor.register_hook
+                add(partial(self._begin, unit, around))
 
     def _begin(self, unit: FrozenUnit, around: tuple[FrozenUnit, ...], gradient: Tensor) -> None:
         """Begins the backward pass through a unit; a recomputation in it calls no module."""
@@ -190,9 +186,7 @@ class UnitPasses:
         self._tasks.discard(task)
         for unit in self._units:
             if task in unit.tasks:
-                unit.tasks.discard(task)
-                if not unit.is_in_use:
-                    unit.point_home()
+                unit.leave(unit.tasks, task)
 
     def _pack(self, outer: _Hooks | None, tensor: Tensor) -> Any:
         """Returns what autograd keeps in the place of a tensor."""
@@ -224,6 +218,29 @@ class UnitPasses:
         return saved.tensor
 
     # ------------------------------------------------------------------------------------- refusals
+
+    def _refuse_misplaced(self, unit: FrozenUnit) -> None:
+        if unit.lost_write:
+            raise RefusedError(
+                f"a frozen parameter of {unit.name} was written within a pass. The host's bytes do "
+                "not have that write, and later passes would not see it. Leave this module out of "
+                "units=[...], or make the parameter a buffer, which stays on the device."
+            )
+        if (why := unit.misplaced()) is not None:
+            raise RefusedError(
+                f"{why} since its frozen parameters stream from the host. Call stream.stop() "
+                "before such a change, and residency.stream_frozen(model) after it."
+            )
+
+    def _refuse_view(self, unit: FrozenUnit, tensor: Tensor) -> None:
+        """Refuses an output over bytes that leave the device with the call."""
+        is_here = tensor.layout is torch.strided and tensor.device == self._slots.device
+        if is_here and not unit.calls and self._by_storage.get(storage_key(tensor)) is unit:
+            raise RefusedError(
+                f"{unit.name} returned a view of its own frozen parameters, whose bytes leave the "
+                "device with the call. Return a copy, as clone() makes one, or leave this module "
+                "out of units=[...]."
+            )
 
     def _refuse_graph_of_gradients(self, unit: FrozenUnit) -> None:
         if torch.is_grad_enabled():

@@ -203,7 +203,8 @@ class UnitSlots:
         return True
 
     def _drop(self, unit: FrozenUnit, mover: Mover) -> None:
-        unit.tasks.clear()
+        for task in list(unit.tasks):
+            unit.leave(unit.tasks, task)
         unit.point_home()
         for stream in unit.readers.values():
             # What it has queued reads the bytes, and the next copy writes others there.

@@ -110,6 +110,11 @@ class FrozenStream:
             nn.Module.to(model, "cpu" if was_on_host else device)
             raise
 
+    def __repr__(self) -> str:
+        num_bytes = format_bytes(sum(unit.num_bytes for unit in self._units))
+        how = "stopped" if self.is_stopped else f"{self._slots.num_slots} slots on {self.device}"
+        return f"FrozenStream({len(self.units)} units, {num_bytes} on the host, {how})"
+
     @property
     def is_stopped(self) -> bool:
         """Whether ``stop`` was called."""

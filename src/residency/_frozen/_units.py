@@ -98,6 +98,14 @@ def units_of(
             f"{listed([unit.name for unit in found], _MAX_NAMES)}, for {num_slots} slots, so that "
             "nothing would be freed. Nothing was changed; name more and smaller units: units=[...]."
         )
+    all_bytes, largest = sum(u.num_bytes for u in found), max(found, key=lambda u: u.num_bytes)
+    if all_bytes <= num_slots * largest.num_bytes:
+        raise RefusedError(
+            f"the units of this {type(model).__name__} have {format_bytes(all_bytes)} of frozen "
+            f"parameters, and {num_slots} slots of the largest, {largest.name}, "
+            f"{format_bytes(num_slots * largest.num_bytes)}, so that nothing would be freed. "
+            "Nothing was changed; name units of like sizes: units=[...]."
+        )
     return found
 
 

@@ -464,9 +464,9 @@ class Checkpointer:
         # A plain dict, of whatever class the state is: each name in it has a file.
         return {**state, _rng.RNG: _rng.random_states()} if rng else dict(state)
 
-    def _check_open(self, call: str) -> None:
+    def _check_open(self, call: str, refused: type[Exception] = RefusedError) -> None:
         if self._is_too_late():
-            raise RefusedError(
+            raise refused(  # an argument, because this module's names are gone by then
                 f"{call} was called while Python takes its modules apart, by a finalizer, when no "
                 f"thread runs any more. Nothing was done; call {call} in an exit handler (atexit)."
             )

@@ -36,7 +36,6 @@ REGISTRIES = {
     "_dryrun/_places.py:_texts": "names of texts that the script has run",
     "_dryrun/_ranks.py:be_first_rank": "one entry",
     "_dryrun/_saves.py:_state": "a flag for each thread",
-    "_frozen/_guards.py:_here": "a thread's own, a flag",
     "_frozen/_guards.py:_lock": "a lock",
     "_frozen/_guards.py:_units": "weak keys; a unit keeps its module not alive",
     "_frozen/_passes.py:_autograd": "no registry: a module of torch's",

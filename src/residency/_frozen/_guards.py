@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ _units: weakref.WeakKeyDictionary[nn.Module, tuple[FrozenUnit, UnitPasses]] = (
     weakref.WeakKeyDictionary()
 )
 _torch_apply: Any = nn.Module._apply
-_here = threading.local()
 
 
 def begin(units: list[FrozenUnit], passes: UnitPasses) -> None:
@@ -89,7 +88,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     """Does what torch does for ``to``, ``cuda``, ``half`` and the like: streamed parameters stay at
     home where the rest goes to their device, and any other change is refused.
     """
-    if getattr(_here, "is_inside", False):
+    if isinstance(fn, _Unless):  # of a module around this one
         return _torch_apply(self, fn, recurse)
     units = streamed_in(self)
     streamed = {id(entry.parameter): entry for unit in units for entry in unit.entries}
@@ -102,12 +101,15 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
                 f"{model.here.device}, and were to become {made.dtype} on {made.device}. Nothing "
                 "moved; call stream.stop() first."
             )
+    return _torch_apply(self, _Unless(streamed, fn), recurse)
 
-    def unless_streamed(tensor: Tensor) -> Tensor:
-        return tensor if id(tensor) in streamed else fn(tensor)
 
-    _here.is_inside = True
-    try:
-        return _torch_apply(self, unless_streamed, recurse)
-    finally:
-        _here.is_inside = False
+class _Unless:
+    """A move or a cast of all tensors but those that stream."""
+
+    def __init__(self, streamed: Container[int], fn: Callable[[Tensor], Tensor]) -> None:
+        self._streamed = streamed
+        self._fn = fn
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in self._streamed else self._fn(tensor)

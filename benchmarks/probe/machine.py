@@ -19,6 +19,7 @@ from residency._transfer import (
     Slab,
     SlabArena,
     available_host_bytes,
+    copy_on,
     lanes_of,
     memory_of,
     on_lane,
@@ -111,11 +112,12 @@ def link(bench: ProbedDevice) -> None:
 
     def up() -> None:
         for i in range(count):
-            lanes.load(buffers[i % 2], [CopyRun(slab, i % 2 * size, 0, size)])
+            copy_on(lanes.h2d, [CopyRun(slab, i % 2 * size, 0, size).into(buffers[i % 2])])
 
     def down() -> None:
         for i in range(count):
-            lanes.store([(buffers[2 + i % 2], [CopyRun(slab, (2 + i % 2) * size, 0, size)])])
+            run = CopyRun(slab, (2 + i % 2) * size, 0, size)
+            copy_on(lanes.d2h, [run.out_of(buffers[2 + i % 2])])
 
     lane_of = {up: lanes.h2d, down: lanes.d2h}
 

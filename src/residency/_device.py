@@ -177,7 +177,8 @@ def max_memory_allocated(device: torch.device | None = None) -> int:
 
 def is_simulated() -> bool:
     """Returns whether the accelerator is the simulated one, whose clock is one, too."""
-    module: Any = sys.modules.get("residency_sim")
+    # Not its door, which a program may have imported where the simulator itself cannot be.
+    module: Any = sys.modules.get("residency_sim._enable")
     return module is not None and bool(module.is_enabled())
 
 
@@ -185,7 +186,7 @@ def is_dry() -> bool:
     """Returns whether kernels and copies run for their shapes only, so that host memory which is
     asked for need not be there.
     """
-    return is_simulated() and bool(sys.modules["residency_sim"].settings()["dry"])
+    return is_simulated() and bool(sys.modules["residency_sim._enable"].settings()["dry"])
 
 
 def reset_peak(device: torch.device | None = None) -> None:

@@ -19,6 +19,7 @@ import residency
 pytestmark = [
     pytest.mark.sim_device(capacity=1 << 28, schedule=["late", "overtake"]),
     pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"),  # a first step was skipped
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),  # as in stock
 ]
 
 

@@ -344,6 +344,7 @@ class _Runner:
 
 def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, tuple[str, str]]:
     """Returns how a run is made, what the device is called, and what its figures rest on."""
+    gpu_named = sim.gpu_named  # without a simulator, the error says what to install
     if arguments.device is None and arguments.capacity is None:
         raise InvalidArgumentError(
             "which device? Give --device with a card's name, such as l4, or --capacity, as 24GiB."
@@ -354,7 +355,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[RunSettings, tuple[str, st
         raise InvalidArgumentError(f"--ranks is {arguments.ranks}; expected 1 or more.")
     name, title, capacity, rests_on = None, "a device of this size", 0, _OF_NO_CARD
     if arguments.device is not None:
-        name, gpu = sim.gpu_named(arguments.device, name="--device")
+        name, gpu = gpu_named(arguments.device, name="--device")
         title, capacity, rests_on = gpu.title, gpu.capacity, gpu.rests_on
     if arguments.capacity is not None:
         capacity = parse_bytes(arguments.capacity, name="--capacity")

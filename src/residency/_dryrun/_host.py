@@ -79,9 +79,10 @@ def _uncopied(copy: Any) -> Any:
     """Returns a copy that leaves out the numbers of a large weight for other memory of the host."""
 
     @around(copy)
-    def copied(self: torch.Tensor, source: Any, *args: object, **options: object) -> Any:
-        is_weight = isinstance(source, torch.nn.Parameter) and _is_large(source)
-        return self if is_weight and self.is_cpu else copy(self, source, *args, **options)
+    def copied(self: torch.Tensor, *args: Any, **options: object) -> Any:
+        given = (*args, *options.values())  # the source has one name or another
+        is_weight = any(isinstance(each, torch.nn.Parameter) and _is_large(each) for each in given)
+        return self if is_weight and self.is_cpu else copy(self, *args, **options)
 
     return copied
 

@@ -79,7 +79,7 @@ def wrapped_like(local: Tensor, model: Tensor) -> Tensor:
 
 
 def remade(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns what is made of a tensor's bytes, as the shard that the tensor is."""
+    """Makes a tensor of another one's bytes, and the same shard of it as that one is."""
     return wrapped_like(make(local_of(tensor).detach()), tensor)
 
 

@@ -200,7 +200,7 @@ BREAKS = (
     Break(
         "_optim/_plan.py",
         "tests/optim/test_small_tensors.py -k few_calls_for_each",
-        "    unit.loads, unit.stores = _join(loads), _join(stores)\n",
+        "    unit.loads, unit.stores = joined_runs(loads), joined_runs(stores)\n",
         "    unit.loads, unit.stores = [r for r, _ in loads], [r for r, _ in stores]\n",
     ),
     Break(

@@ -1,4 +1,4 @@
-"""What hears of the uses of streamed models: calls of units, and moves of whole models.
+"""The watch over the uses of streamed models: calls of units, and moves of whole models.
 
 [Note: no hook in the module] Nothing stands in the modules themselves, so that copies and pickles
 of a streamed model are those of a plain one whose frozen parameters are on the host.
@@ -59,20 +59,16 @@ def streamed_in(model: nn.Module) -> list[FrozenUnit]:
 
 def _watch() -> None:
     """Stands in the calls and moves of modules while there are units, and leaves after."""
-    with _lock:
-        _put_or_take()
-
-
-def _put_or_take() -> None:
     global _torch_apply
-    is_on = bool(len(_units))
-    watch(_around, is_on=is_on)
-    kind: Any = nn.Module
-    if is_on and kind._apply is not _apply:
-        _torch_apply = kind._apply
-        kind._apply = _apply
-    elif not is_on and kind._apply is _apply:
-        kind._apply = _torch_apply
+    with _lock:
+        is_on = bool(len(_units))
+        watch(_around, is_on=is_on)
+        kind: Any = nn.Module
+        if is_on and kind._apply is not _apply:
+            _torch_apply = kind._apply
+            kind._apply = _apply
+        elif not is_on and kind._apply is _apply:
+            kind._apply = _torch_apply
 
 
 def _around(call: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

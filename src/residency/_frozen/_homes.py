@@ -28,6 +28,7 @@ from residency._transfer import (
     SlabArena,
     align_up,
     copy_across,
+    joined_runs,
     lanes_of,
     on_lane,
     raw_bytes,
@@ -128,7 +129,7 @@ class FrozenUnit:
         self._loaded = counts
 
     def misplaced(self) -> str | None:
-        """Says what has become of a parameter that is not as it was left; None if all are."""
+        """Returns a sentence about a parameter that is not as it was left; None if all are."""
         for path, table, key, parameter, _, address, _ in self.entries:
             if table.get(key) is not parameter:
                 return f"{self.name} has another object as its {path}"
@@ -225,18 +226,10 @@ def _fill(entries: Iterable[tuple[Streamed, Region]], device: torch.device) -> N
 def _runs_of(
     regions: Sequence[Region], offsets: Sequence[int], parameters: Sequence[Tensor]
 ) -> list[CopyRun]:
-    """Returns the copies of a unit; what follows one another on both sides is one."""
-    runs: list[CopyRun] = []
-    for region, offset, parameter in zip(regions, offsets, parameters, strict=False):
-        run = CopyRun(region.slab, region.offset, offset, parameter.nbytes)
-        if runs and runs[-1].slab is run.slab:
-            last = runs[-1]
-            reach = align_up(last.num_bytes)
-            if last.slab_offset + reach == run.slab_offset:
-                run = last._replace(num_bytes=reach + run.num_bytes)
-                runs.pop()
-        runs.append(run)
-    return runs
+    """Returns the copies of a unit, as few as there can be."""
+    places = zip(regions, offsets, parameters, strict=False)
+    runs = (CopyRun(r.slab, r.offset, offset, p.nbytes) for r, offset, p in places)
+    return joined_runs((run, True) for run in runs)
 
 
 def empty_storage(num_bytes: int, device: torch.device) -> Tensor:

@@ -50,7 +50,6 @@ class UnitSlots:
         room: The bytes of one slot.
         num_loads: Copies of a unit so far.
         num_late: Those of them that came when the unit was needed already.
-        num_stale: Those of them that were made because the host's bytes were written.
         copied_bytes: What the copies moved.
     """
 
@@ -60,7 +59,7 @@ class UnitSlots:
         self.device = device
         self.num_slots = num_slots
         self.room = max(unit.num_bytes for unit in units)
-        self.num_loads = self.num_late = self.num_stale = self.copied_bytes = 0
+        self.num_loads = self.num_late = self.copied_bytes = 0
         self._units = list(units)
         self._here: list[FrozenUnit] = []  # the least recently used first
         self._lock = threading.RLock()  # hooks of a backward pass run on a thread of autograd's
@@ -134,7 +133,6 @@ class UnitSlots:
     def _bring(self, unit: FrozenUnit, keep: Sequence[FrozenUnit]) -> None:
         mover = Mover(self.device)
         if unit.flight is not None and not unit.is_in_use and unit.is_stale:
-            self.num_stale += 1
             self._drop(unit, mover)
         if unit.flight is None:
             self.num_late += 1

@@ -33,7 +33,7 @@ class FrozenStatistics:
         home_bytes: Bytes of the frozen parameters that live on the host, each rounded up to 512.
         pinned_bytes: Bytes of page-locked host memory for them.
         slot_bytes: Bytes of one slot: the largest unit.
-        num_slots: UnitSlots at most in use at once.
+        num_slots: Slots at most in use at once.
         here_bytes: Bytes of the slots that are in use now.
         saved_bytes: ``home_bytes - num_slots * slot_bytes``.
         num_loads: Copies of a unit so far.

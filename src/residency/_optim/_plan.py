@@ -28,7 +28,7 @@ from residency._optim._states import State
 from residency._optim._ties import Ties
 from residency._optim._trial._first_step import StateSize
 from residency._optim._trial._separable import CUT
-from residency._transfer import CopyRun, align_up
+from residency._transfer import CopyRun, align_up, joined_runs
 
 _DENSE = frozenset((torch.strided,))
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
@@ -422,7 +422,7 @@ def lay_out(pieces: Sequence[Piece], homes: Sequence[HomesByKey]) -> Unit:
                 stores.append((run, is_padded))
     unit.views = _join_views(views)
     unit.all_keys = [*map(len, unit.keys), *chain.from_iterable(unit.keys)]
-    unit.loads, unit.stores = _join(loads), _join(stores)
+    unit.loads, unit.stores = joined_runs(loads), joined_runs(stores)
     return unit
 
 
@@ -462,28 +462,3 @@ def _run_of(piece: Piece, home: Home, offset: int, *, is_cut: bool) -> CopyRun:
     assert piece.stop is not None
     start = region.offset + piece.start * itemsize
     return CopyRun(region.slab, start, offset, (piece.stop - piece.start) * itemsize)
-
-
-def _join(runs: Iterable[tuple[CopyRun, bool]]) -> list[CopyRun]:
-    """Joins copies that follow each other on both sides.
-
-    The padding after a whole entry belongs to no entry and may be copied along; after a cut, the
-    bytes up to the next alignment are the next cut's.
-    """
-    joined: list[tuple[CopyRun, bool]] = []
-    for run, is_padded in runs:
-        if joined:
-            last, was_padded = joined[-1]
-            reach = align_up(last.num_bytes) if was_padded else last.num_bytes
-            if (
-                last.slab is run.slab
-                and last.slab_offset + reach == run.slab_offset
-                and last.slot_offset + reach == run.slot_offset
-            ):
-                grown = CopyRun(
-                    last.slab, last.slab_offset, last.slot_offset, reach + run.num_bytes
-                )
-                joined[-1] = (grown, is_padded)
-                continue
-        joined.append((run, is_padded))
-    return [run for run, _ in joined]

@@ -33,6 +33,7 @@ from residency._transfer._lanes import (
     Lanes as Lanes,
     copy_on as copy_on,
     copy_out as copy_out,
+    joined_runs as joined_runs,
     lanes_of as lanes_of,
     on_default_stream as on_default_stream,
     on_lane as on_lane,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from residency import _device, _pinned
 from residency._transfer import _events
-from residency._transfer._slab import Slab
+from residency._transfer._slab import Slab, align_up
 from residency._units import MIB
 
 _IS_IN_TURN = os.environ.get("RESIDENCY_COPIES_IN_TURN") == "1"
@@ -45,6 +45,32 @@ class CopyRun(NamedTuple):
         """Returns the target and the source of a copy from a device buffer into the slab."""
         in_slab = self.slab.data.narrow(0, self.slab_offset, self.num_bytes)
         return in_slab, buffer.narrow(0, self.slot_offset, self.num_bytes)
+
+
+def joined_runs(runs: Iterable[tuple[CopyRun, bool]]) -> list[CopyRun]:
+    """Joins copies that follow each other on both sides.
+
+    Each comes with whether its entry is padded to the alignment, as all but cuts are.
+    The padding after a whole entry belongs to no entry and may be copied along; after a cut, the
+    bytes up to the next alignment are the next cut's.
+    """
+    joined: list[tuple[CopyRun, bool]] = []
+    for run, is_padded in runs:
+        if joined:
+            last, was_padded = joined[-1]
+            reach = align_up(last.num_bytes) if was_padded else last.num_bytes
+            if (
+                last.slab is run.slab
+                and last.slab_offset + reach == run.slab_offset
+                and last.slot_offset + reach == run.slot_offset
+            ):
+                grown = CopyRun(
+                    last.slab, last.slab_offset, last.slot_offset, reach + run.num_bytes
+                )
+                joined[-1] = (grown, is_padded)
+                continue
+        joined.append((run, is_padded))
+    return [run for run, _ in joined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ def owner_of(optimizer: object) -> StateOwner | None:
 
 
 def note_visitor(visitor: Visitor) -> None:
-    """Lets ``bring_all_home`` speak to what has device memory between two uses, for its life."""
+    """Adds a visitor, for its life, to those whose device memory ``bring_all_home`` gives back."""
     _visitors.add(visitor)
 
 
